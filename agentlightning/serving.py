@@ -1,0 +1,79 @@
+"""Runs an ASGI application until SIGTERM or SIGINT: what all our servers share."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from typing import Any
+
+import uvicorn
+
+from agentlightning.errors import ServiceError
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound, listening TCP socket; port 0 picks a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        raise ServiceError(
+            f"cannot listen on {host}:{port}: {error.strerror}. "
+            "Choose another --port (0 picks a free one) or end what uses it."
+        ) from error
+    return sock
+
+
+def bound_url(sock: socket.socket) -> str:
+    """``http://host:port`` of a bound socket."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve_app(app: Any, sock: socket.socket, *, name: str) -> None:
+    """Serves ``app`` on ``sock``; prints ``{name} listening on URL`` once it is ready.
+
+    Returns after SIGTERM or SIGINT, when the application's lifespan has ended. Open requests
+    get five seconds.
+    """
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        lifespan="on",
+        ws="none",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        log_config=None,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
+        backlog=2048,
+    )
+    _AnnouncingServer(config, f"{name} listening on {bound_url(sock)}").run(sockets=[sock])
+
+
+def configure_logging(level: str = "INFO") -> None:
+    """Logs to standard error, one line a record."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+
+
+class _AnnouncingServer(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, announcement: str) -> None:
+        super().__init__(config)
+        self._announcement = announcement
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(self._announcement, flush=True)
