@@ -186,7 +186,7 @@ class Trainer:
     ) -> None:
         before = self._progress
         step = before.step + 1
-        consumed = {i: step for i in batch.consumed} if updated else {}
+        consumed = dict.fromkeys(batch.consumed, step) if updated else {}
         calls = [call for group in groups for item in group for call in item.calls]
         self._progress = replace(
             before,
