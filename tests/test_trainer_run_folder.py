@@ -44,7 +44,7 @@ def test_one_process_holds_a_folder(tmp_path: Path) -> None:
     other.join(60)
     assert "in use by process" in answers.get()
     folder.release()
-    RunFolder(folder.path).acquire()
+    made(RunFolder(folder.path))
 
 
 def _try_to_acquire(path: str, answers: "multiprocessing.SimpleQueue[str]") -> None:
