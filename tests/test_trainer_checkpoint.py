@@ -46,7 +46,7 @@ def test_a_checkpoint_that_fails_half_way_is_none(tmp_path: Path) -> None:
 def test_an_unreadable_one_says_what_to_do(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path, RecordingPolicy(), Progress(step=1), keep=2)
     (checkpoint / "training" / "progress.json").write_text("{")
-    with pytest.raises(TrainerError, match="Remove .*checkpoint-1"):
+    with pytest.raises(TrainerError, match=r"Remove .*checkpoint-1"):
         load_progress(checkpoint)
 
 

@@ -7,7 +7,13 @@ from agentlightning.trainer.statistics import estimate, t_quantile_975
 
 @pytest.mark.parametrize(
     ("degrees", "quantile", "tolerance"),
-    [(1, 12.7062, 1e-3), (2, 4.3027, 1e-3), (3, 3.1824, 0.02), (9, 2.2622, 1e-3), (63, 1.9983, 1e-4)],
+    [
+        (1, 12.7062, 1e-3),
+        (2, 4.3027, 1e-3),
+        (3, 3.1824, 0.02),
+        (9, 2.2622, 1e-3),
+        (63, 1.9983, 1e-4),
+    ],
 )
 def test_quantiles_of_student_t_agree_with_the_tables(
     degrees: int, quantile: float, tolerance: float

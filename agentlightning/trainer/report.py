@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -76,14 +77,23 @@ def _validation(before: Validation | None, after: Validation | None) -> dict[str
     if after is not None:
         difference = after.difference(before)
         answer["after"] = _estimate(after.reward)
-        answer["difference"] = difference.mean
-        answer["ci95"] = [difference.low, difference.high]
+        answer["difference"] = _finite(difference.mean)
+        answer["ci95"] = _interval(difference)
         answer["n"] = difference.n
     return answer
 
 
 def _estimate(value: Estimate) -> dict[str, Any]:
-    return {"reward": value.mean, "ci95": [value.low, value.high], "n": value.n}
+    return {"reward": _finite(value.mean), "ci95": _interval(value), "n": value.n}
+
+
+def _interval(value: Estimate) -> list[float | None]:
+    return [_finite(value.low), _finite(value.high)]
+
+
+def _finite(value: float) -> float | None:
+    """JSON has neither NaN nor infinity: what is not known is null."""
+    return value if math.isfinite(value) else None
 
 
 def _versions() -> dict[str, str]:
