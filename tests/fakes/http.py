@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
+from uvicorn.server import ServerState
 
 from agentlightning.serving import bound_url, listen
 
 
-class _Server(uvicorn.Server):
-    """The test's process keeps its signal handlers."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 @asynccontextmanager
 async def serve(app: Any, *, lifespan: str = "off") -> AsyncIterator[str]:
-    """The URL of ``app``; the server is gone afterwards."""
-    sock = listen("127.0.0.1", 0)
+    """The URL of ``app``. At the end open connections are cut and the application is gone.
+
+    The protocol is uvicorn's; its server class is not used, since that polls and takes over
+    the signals of the process.
+    """
     config = uvicorn.Config(
         app,
         interface="asgi3",
@@ -32,18 +28,26 @@ async def serve(app: Any, *, lifespan: str = "off") -> AsyncIterator[str]:
         lifespan=lifespan,
         access_log=False,
         log_config=None,
-        timeout_graceful_shutdown=1,
     )
-    server = _Server(config)
-    task = asyncio.ensure_future(server.serve(sockets=[sock]))
-    while not server.started:
-        if task.done():
-            await task
-            raise RuntimeError("the application did not start")
-        await asyncio.sleep(0.001)
+    config.load()
+    life = config.lifespan_class(config)
+    await life.startup()
+    if life.should_exit:
+        raise RuntimeError("the application did not start")
+    state = ServerState()
+    sock = listen("127.0.0.1", 0)
+
+    def protocol() -> asyncio.Protocol:
+        return config.http_protocol_class(config=config, server_state=state, app_state=life.state)
+
+    server = await asyncio.get_running_loop().create_server(protocol, sock=sock)
     try:
         yield bound_url(sock)
     finally:
-        server.should_exit = True
-        await task
-        sock.close()
+        server.close()
+        for connection in list(state.connections):
+            connection.transport.abort()
+        for task in list(state.tasks):
+            task.cancel()
+        await asyncio.gather(*state.tasks, return_exceptions=True)
+        await life.shutdown()

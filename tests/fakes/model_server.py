@@ -157,7 +157,7 @@ class _Answer:
         text = reply.text
         if text is None:
             last = request["messages"][-1].get("content") if self.chat else request["prompt"]
-            text = _text(last) if isinstance(last, str | list) else bytes(last).decode()
+            text = _text(last) if self.chat or isinstance(last, str) else bytes(last).decode()
         self.ids = encode(text)
 
     def whole(self) -> dict[str, Any]:

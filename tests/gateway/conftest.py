@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -49,6 +50,12 @@ class Stage:
         calls = await self.calls()
         assert len(calls) == 1
         return calls[0]
+
+    async def recorded(self) -> Call:
+        """The one call, once it is there."""
+        while not await self.calls():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        return await self.call()
 
 
 @asynccontextmanager
