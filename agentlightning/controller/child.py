@@ -84,8 +84,10 @@ def _fresh_interpreter(argv: list[str]) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     sys.argv[:] = argv
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", line_buffering=True)  # type: ignore[union-attr]
+    # New ones: the inherited streams believe that they write to the fork server's log file.
+    # A line at a time, so that an agent that is killed leaves what it said.
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 def _run_agent(agent_class: Callable[[], Any]) -> None:
