@@ -12,7 +12,8 @@ CONFIG ?= examples/calculator/calculator.yaml
 SET ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Errors are shown, chatter is not; modules are compiled when they are first used.
+PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: demo test fast lint bench docs clean

@@ -11,7 +11,7 @@ case "$(uname -s)" in
 esac
 
 echo "make: installing $wanted"
-if "$python" -m pip install --quiet ${index:+--extra-index-url "$index"} "$wanted"; then
+if "$python" -m pip install -qq --no-compile --disable-pip-version-check ${index:+--extra-index-url "$index"} "$wanted"; then
     exit 0
 fi
 cat >&2 <<END

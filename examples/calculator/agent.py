@@ -1,6 +1,6 @@
 """An agent with a calculator. It knows an OpenAI endpoint and nothing else.
 
-    OPENAI_BASE_URL=… OPENAI_API_KEY=… MODEL=… python agent.py "12 * 7 + 5"
+    OPENAI_BASE_URL=… OPENAI_API_KEY=… MODEL=… python agent.py "Take 12, multiply by 7, add 5."
 
 The model asks for the tool with a line ``CALL calc(12 * 7 + 5)``, gets ``RESULT 89`` and ends
 with ``ANSWER 89``. The answer is printed; ``answer.json`` holds what was said.
@@ -17,9 +17,9 @@ import sys
 
 from openai import OpenAI
 
-SYSTEM = "Use the calculator."
+SYSTEM = "You have a tool: CALL calc(expression). Give the result as ANSWER number."
 EXAMPLE = (
-    ("user", "What is 12 + 7?"),
+    ("user", "Take 12, add 7."),
     ("assistant", "CALL calc(12 + 7)"),
     ("user", "RESULT 19"),
     ("assistant", "ANSWER 19"),
@@ -61,7 +61,7 @@ def tool_result(text: str) -> str | None:
 
 def solve(client: OpenAI, model: str, question: str, *, example: bool = True) -> list[dict]:
     """Talks to the model until it calls no tool; returns all messages."""
-    said = (("system", SYSTEM), *(EXAMPLE if example else ()), ("user", f"What is {question}?"))
+    said = (("system", SYSTEM), *(EXAMPLE if example else ()), ("user", question))
     messages = [{"role": role, "content": content} for role, content in said]
     for _ in range(MAX_TURNS):
         answer = client.chat.completions.create(
