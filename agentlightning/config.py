@@ -401,3 +401,26 @@ def _explain(error: Any, section: type[Section], prefix: str) -> str:
         return f"config: {key} is missing."
     message = error["msg"].removeprefix("Value error, ")
     return f"config: {key or 'the file'} is {error['input']!r}: {message}."
+
+
+def launch_config(config: Config, *, model: str) -> dict[str, Json]:
+    """The launch spec that each rollout of a run gets; ``model`` is the name agents ask for."""
+    agent = config.agent
+    local = LocalLaunch(
+        command=agent.command,
+        python=agent.python,
+        agent_class=agent.agent_class,
+        args=agent.args,
+        preload=agent.preload,
+        env=agent.env,
+        env_map=agent.env_map,
+        pass_env=agent.pass_env,
+        evaluate=config.evaluate,
+        workspace=agent.workspace,
+        grace=agent.grace,
+        output_limit=agent.output_limit,
+    )
+    launch = LaunchConfig(
+        timeout_seconds=agent.time_limit, max_attempts=agent.max_attempts, model=model, local=local
+    )
+    return launch.model_dump(mode="json", exclude_none=True)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
+import time
 from typing import Any
 
 import uvicorn
@@ -36,6 +39,14 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+def inherited(fd: int) -> socket.socket:
+    """The listening socket that our parent bound and keeps: it outlives a restart."""
+    try:
+        return socket.socket(fileno=fd)
+    except OSError as error:
+        raise ServiceError(f"file descriptor {fd} is not a socket: {error.strerror}.") from error
+
+
 def bound_url(sock: socket.socket) -> str:
     """``http://host:port`` of a bound socket."""
     host, port = sock.getsockname()[:2]
@@ -63,6 +74,23 @@ def serve_app(app: Any, sock: socket.socket, *, name: str) -> None:
         backlog=2048,
     )
     _AnnouncingServer(config, f"{name} listening on {bound_url(sock)}").run(sockets=[sock])
+
+
+def end_with_parent() -> None:
+    """Where AGL_PARENT names our parent process, ends us (SIGTERM) once it is gone.
+
+    A service that was started by another of our processes must not outlive it, however that
+    ended. Polling the parent's id works on every Unix.
+    """
+    parent = os.environ.pop("AGL_PARENT", None)
+    if parent is not None:
+        threading.Thread(target=_watch_parent, args=(int(parent),), daemon=True).start()
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def configure_logging(level: str = "INFO") -> None:

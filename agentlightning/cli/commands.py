@@ -18,7 +18,7 @@ from agentlightning.config import (
 )
 from agentlightning.config import ValidationConfig as Validation
 from agentlightning.errors import ConfigError, ServiceError
-from agentlightning.serving import LISTEN_FD, configure_logging
+from agentlightning.serving import LISTEN_FD, configure_logging, end_with_parent
 from agentlightning.types import Json, Mode
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")]
@@ -82,6 +82,7 @@ def gateway(
     section = section.model_copy(update={"key": key}) if key else section
     _inherit(fd)
     configure_logging()
+    end_with_parent()
     run(section, store_url=store, sampling=sampling(path, overrides))
 
 
@@ -103,6 +104,7 @@ def controller(
     section = load_section(ControllerConfig, "controller", path, overrides)
     admin_key = key or os.environ.get("AGL_ADMIN_KEY", "")
     configure_logging()
+    end_with_parent()
 
     async def serve() -> None:
         store = await open_store(gateway, key=admin_key)
@@ -145,6 +147,7 @@ def serve(
     template = chat_template or tree.get("chat_template")
     _inherit(fd)
     configure_logging()
+    end_with_parent()
     run(
         section,
         model=name,

@@ -1,0 +1,5 @@
+"""``python -m agentlightning`` is ``agl``."""
+
+from agentlightning.cli import main
+
+main()
