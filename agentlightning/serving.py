@@ -63,6 +63,8 @@ def serve_app(app: Any, sock: socket.socket, *, name: str) -> None:
         app,
         loop="uvloop",
         http="httptools",
+        interface="asgi3",
+        proxy_headers=False,
         lifespan="on",
         ws="none",
         access_log=False,

@@ -1,0 +1,1 @@
+"""The model endpoint in front of the policy: forwards, streams, records, pauses."""

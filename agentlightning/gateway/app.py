@@ -1,0 +1,95 @@
+"""Puts the gateway together and runs it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from agentlightning.config import GatewayConfig
+from agentlightning.gateway.control import control_routes
+from agentlightning.gateway.forward import Forwarder
+from agentlightning.gateway.gate import Gate
+from agentlightning.gateway.metrics import Metrics
+from agentlightning.gateway.proxy import Proxy, Settings
+from agentlightning.gateway.relay import Relay
+from agentlightning.gateway.upstreams import Upstreams
+from agentlightning.store import Store
+from agentlightning.types import Json, Mode
+
+_CALLS = "/proxy/rollout/"
+_MODELS = "/api/models"
+
+
+def build_app(
+    gateway: GatewayConfig,
+    store: Store,
+    *,
+    admin_key: str,
+    sampling: Mapping[Mode, Mapping[str, Json]],
+) -> ASGIApp:
+    """The gateway as an ASGI application; it does not close the store."""
+    return _Gateway(gateway, store, Settings(admin_key, sampling, gateway.max_body))
+
+
+class _Gateway:
+    """Model calls go straight to the proxy, all else through Starlette."""
+
+    def __init__(self, config: GatewayConfig, store: Store, settings: Settings) -> None:
+        self._config = config
+        self._store = store
+        self._settings = settings
+        self._gate = Gate(store, hold_limit=config.hold_limit)
+        self._metrics = Metrics(self._gate)
+        self._upstreams = Upstreams(store, wait=config.upstream_retry)
+        routes = [
+            *control_routes(
+                self._gate, self._upstreams, self._metrics, admin_key=settings.admin_key
+            ),
+        ]
+        self._control = Starlette(routes=routes, lifespan=self._lifespan)
+        self._proxy: Proxy | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            if self._proxy is not None and scope["path"].startswith(_CALLS):
+                await self._proxy(scope, receive, send)
+                return
+            if scope["path"] == _MODELS and scope["method"] != "GET":
+                send = self._expiring(send)
+        await self._control(scope, receive, send)
+
+    def _expiring(self, send: Send) -> Send:
+        """Whoever has the answer to a change of the servers finds it in force."""
+
+        async def wrapped(message: MutableMapping[str, Any]) -> None:
+            self._upstreams.expire()
+            await send(message)
+
+        return wrapped
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        await self._gate.restore()
+        forwarder = Forwarder(self._config, self._upstreams)
+        relay = Relay(
+            self._config,
+            self._store,
+            upstreams=self._upstreams,
+            forwarder=forwarder,
+            metrics=self._metrics,
+        )
+        self._proxy = Proxy(
+            self._store,
+            relay,
+            gate=self._gate,
+            metrics=self._metrics,
+            settings=self._settings,
+        )
+        try:
+            yield
+        finally:
+            await forwarder.close()

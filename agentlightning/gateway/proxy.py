@@ -1,0 +1,173 @@
+"""One model call of an agent from end to end.
+
+Address, credential, attempt; held while paused; sent to a model server; relayed; recorded.
+The record is committed before the last byte of the answer goes out.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from agentlightning import credentials
+from agentlightning.address import AttemptAddress, Provider, parse
+from agentlightning.errors import Conflict, CredentialError, NotFound, StoreError
+from agentlightning.gateway.client import Client, ClientGone
+from agentlightning.gateway.gate import Gate, InFlight
+from agentlightning.gateway.metrics import Metrics
+from agentlightning.gateway.record import Run
+from agentlightning.gateway.refusal import Refusal
+from agentlightning.gateway.relay import Relay
+from agentlightning.gateway.wire import OPENAI_WIRES, Wire
+from agentlightning.store import Store
+from agentlightning.types import Json, Mode
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The proxy's slice of the configuration."""
+
+    admin_key: str
+    sampling: Mapping[Mode, Mapping[str, Json]]
+    max_body: int
+
+
+class Proxy:
+    """The ASGI application below ``/proxy/rollout/``."""
+
+    def __init__(
+        self,
+        store: Store,
+        relay: Relay,
+        *,
+        gate: Gate,
+        metrics: Metrics,
+        settings: Settings,
+    ) -> None:
+        self._store = store
+        self._relay = relay
+        self._gate = gate
+        self._metrics = metrics
+        self._settings = settings
+        self._unknown_paths: set[str] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        client = Client(scope, receive, send)
+        address = parse(scope["raw_path"].decode("latin-1"))
+        provider: Provider = address.provider if address else "openai"
+        try:
+            if address is None:
+                raise Refusal(
+                    404, "unknown_path", "This is no attempt's address. See AGL_OPENAI_BASE_URL."
+                )
+            await self._route(client, address)
+        except Refusal as refusal:
+            self._metrics.refused(refusal.code)
+            await client.refuse(refusal, provider)
+        except ClientGone:
+            self._metrics.refused("client_gone")
+        finally:
+            client.close()
+
+    async def _route(self, client: Client, address: AttemptAddress) -> None:
+        if client.method == "HEAD" and address.rest.endswith("/api/hello"):
+            return await client.answer(200, b"")
+        self._authorise(client, address)
+        wire = OPENAI_WIRES.get(address.rest) if address.provider == "openai" else None
+        if wire and client.method == "POST":
+            return await self._call(client, address, wire)
+        if address.provider == "openai" and client.method == "GET":
+            if address.rest == "/models":
+                return await self._list_models(client)
+            if address.rest.startswith("/models/"):
+                return await self._show_model(client, address.rest.removeprefix("/models/"))
+        if client.headers.get("upgrade", "").lower() == "websocket":
+            raise Refusal(426, "no_websocket", "WebSockets are not spoken here: use HTTP.")
+        if wire:
+            raise Refusal(405, "method_not_allowed", f"{client.method} is not allowed: use POST.")
+        raise self._unknown_path(client, address)
+
+    def _unknown_path(self, client: Client, address: AttemptAddress) -> Refusal:
+        path = f"{client.method} {address.provider}{address.rest}"[:200]
+        if path not in self._unknown_paths and len(self._unknown_paths) < 1000:
+            self._unknown_paths.add(path)
+            logger.warning("an agent asked for %s, which this gateway does not have", path)
+        return Refusal(404, "unknown_path", f"This gateway does not have {path}.")
+
+    def _authorise(self, client: Client, address: AttemptAddress) -> None:
+        try:
+            proved = credentials.check(self._settings.admin_key, credentials.bearer(client.headers))
+        except CredentialError as error:
+            raise Refusal(401, "invalid_api_key", f"{error}.") from error
+        if proved.admin:
+            return
+        if (proved.rollout_id, proved.attempt_id) != (address.rollout_id, address.attempt_id):
+            raise Refusal(
+                403,
+                "other_attempt",
+                f"This credential is for attempt {proved.attempt_id!r} of rollout "
+                f"{proved.rollout_id!r}: it lacks the scope 'call' for any other.",
+            )
+        if "call" not in proved.scopes:
+            has = ", ".join(sorted(proved.scopes)) or "none"
+            raise Refusal(403, "missing_scope", f"The scope 'call' is missing (it has: {has}).")
+
+    async def _check_attempt(self, address: AttemptAddress) -> None:
+        rollout_id, attempt_id = address.rollout_id, address.attempt_id
+        try:
+            rollout = await self._store.get_rollout(rollout_id)
+            if not rollout.terminal and rollout.attempt_id != attempt_id and rollout.owner is None:
+                rollout = await self._store.open_attempt(rollout_id, attempt_id)
+        except NotFound as error:
+            raise Refusal(404, "unknown_rollout", f"There is no rollout {rollout_id!r}.") from error
+        except Conflict as error:
+            raise Refusal(409, "attempt_over", str(error)) from error
+        except StoreError as error:
+            raise Refusal(503, "store_unavailable", str(error), fault="gateway") from error
+        if rollout.terminal:
+            text = f"Rollout {rollout_id!r} has ended ({rollout.state}): it takes no more calls."
+            raise Refusal(409, "rollout_ended", text)
+        if rollout.attempt_id != attempt_id:
+            text = f"Attempt {attempt_id!r} is over: {rollout.attempt_id!r} is the current one."
+            raise Refusal(409, "attempt_over", text)
+
+    async def _call(self, client: Client, address: AttemptAddress, wire: Wire) -> None:
+        raw, request = await client.read_json(self._settings.max_body)
+        run = Run(
+            call_id=uuid.uuid4().hex,
+            address=address,
+            wire=wire,
+            raw_request=raw,
+            request=request,
+            asked=wire.asked(request),
+            body=wire.prepare(request, self._settings.sampling.get(address.mode, {})),
+        )
+        await self._check_attempt(address)
+        client.watch()
+        flight = InFlight(address.rollout_id, address.attempt_id, run.started_at)
+        async with self._gate.admit(client, run.call_id, flight) as held:
+            if held:
+                await self._check_attempt(address)
+            await self._relay.run(client, run)
+
+    async def _list_models(self, client: Client) -> None:
+        names = sorted({server.model for server in await self._relay.servers()})
+        data = [_model(name) for name in names]
+        await client.answer(200, orjson.dumps({"object": "list", "data": data}))
+
+    async def _show_model(self, client: Client, name: str) -> None:
+        known = {server.model for server in await self._relay.servers()}
+        if name not in known:
+            raise Refusal(404, "model_not_found", f"There is no model {name!r}.")
+        await client.answer(200, orjson.dumps(_model(name)))
+
+
+def _model(name: str) -> dict[str, Json]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "agentlightning"}

@@ -1,0 +1,132 @@
+"""Who may call, for which attempt, and what everyone else is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+
+from agentlightning import address
+from agentlightning.types import Rollout
+from tests.gateway.conftest import KEY, Stage, stage
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+
+
+async def _post(s: Stage, token: str | None, *, base: str | None = None) -> httpx.Response:
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    body = {"model": "policy", "messages": HELLO}
+    async with httpx.AsyncClient() as http:
+        url = f"{base or s.base()}/chat/completions"
+        return await http.post(url, json=body, headers=headers)
+
+
+async def test_credentials() -> None:
+    async with stage() as s:
+        assert (await _post(s, None)).status_code == 401
+        assert (await _post(s, "nonsense")).status_code == 401
+        other = await _post(s, s.token(attempt="a2"))
+        assert other.status_code == 403
+        assert "'call'" in other.json()["error"]["message"]
+        reward_only = await _post(s, s.token(scopes=("reward",)))
+        assert reward_only.status_code == 403
+        assert reward_only.json()["error"]["code"] == "missing_scope"
+        assert not await s.calls()
+        assert (await _post(s, s.token())).status_code == 200
+        assert (await _post(s, KEY)).status_code == 200
+
+
+async def test_an_expired_credential_is_refused_even_if_it_was_used_before() -> None:
+    async with stage() as s:
+        from agentlightning import credentials
+
+        token = credentials.sign(KEY, "r1", "a1", scopes=["call"], seconds=-1)
+        answer = await _post(s, token)
+        assert answer.status_code == 401
+        assert "expired" in answer.json()["error"]["message"]
+
+
+async def test_unknown_rollout_is_404_in_the_dialect() -> None:
+    async with stage() as s:
+        base = address.openai_base_url(s.url, "nobody", "a1", "train")
+        answer = await _post(s, KEY, base=base)
+        assert answer.status_code == 404
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert answer.json()["error"]["type"] == "agent_error"
+
+
+async def test_a_cancelled_rollout_takes_no_calls() -> None:
+    async with stage() as s, s.agent() as agent:
+        await agent.chat.completions.create(model="policy", messages=HELLO)
+        await s.store.cancel("r1")
+        with pytest.raises(openai.ConflictError, match="cancelled"):
+            await agent.chat.completions.create(model="policy", messages=HELLO)
+
+
+async def test_an_earlier_attempt_takes_no_calls() -> None:
+    async with stage() as s, s.agent() as agent:
+        held = Rollout("r2", {}, state="running", attempt=2, attempt_id="a2", owner="c1")
+        await s.store.add_rollouts([held])
+        base = address.openai_base_url(s.url, "r2", "a1", "train")
+        async with agent.with_options(base_url=base, api_key=KEY) as late:
+            with pytest.raises(openai.ConflictError, match="a2"):
+                await late.chat.completions.create(model="policy", messages=HELLO)
+
+
+async def test_ids_survive_the_address() -> None:
+    async with stage() as s:
+        rollout = "harbor/hello-world:0 é"
+        await s.store.add_rollouts([Rollout(rollout, {})])
+        base = address.openai_base_url(s.url, rollout, "1/2", "train")
+        assert (await _post(s, s.token(rollout, "1/2"), base=base)).status_code == 200
+        (call,) = await s.store.calls(rollout)
+        assert (call.rollout_id, call.attempt_id) == (rollout, "1/2")
+
+
+async def test_models_are_listed_and_are_no_calls() -> None:
+    async with stage() as s, s.agent() as agent:
+        assert [m.id async for m in agent.models.list()] == ["policy"]
+        assert (await agent.models.retrieve("policy")).id == "policy"
+        with pytest.raises(openai.NotFoundError):
+            await agent.models.retrieve("other")
+        assert not await s.calls()
+
+
+async def test_what_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
+    async with stage() as s, httpx.AsyncClient(headers={"x-api-key": s.token()}) as http:
+        for _ in range(2):
+            answer = await http.post(f"{s.base()}/files", json={})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_path")
+        assert sum("openai/files" in r.message for r in caplog.records) == 1
+        base = address.anthropic_base_url(s.url, "r1", "a1", "train")
+        answer = await http.post(f"{base}/v1/messages?beta=true", json={})
+        assert answer.status_code == 404
+        assert answer.json()["error"]["type"] == "not_found_error"
+        assert (await http.head(f"{base}/api/hello")).status_code == 200
+        upgrade = {"connection": "Upgrade", "upgrade": "websocket"}
+        answer = await http.get(f"{s.base()}/responses", headers=upgrade)
+        assert answer.status_code == 426
+        assert (await http.get(f"{s.base()}/chat/completions")).status_code == 405
+        assert (await http.get(f"{s.url}/proxy/rollout/r1")).status_code == 404
+
+
+async def test_bodies_that_are_refused() -> None:
+    async with stage(max_body=1024) as s:
+        async with httpx.AsyncClient(headers={"x-api-key": s.token()}) as http:
+            url = f"{s.base()}/chat/completions"
+            answer = await http.post(url, content=b"x" * 2000)
+            assert answer.status_code == 413
+            assert "1024" in answer.json()["error"]["message"]
+            assert (await http.post(url, content=b"[1]")).status_code == 400
+            assert (await http.post(url, content=b"{")).status_code == 400
+
+        async def endless() -> Any:
+            for _ in range(100):
+                yield b"x" * 500
+
+        async with httpx.AsyncClient(headers={"x-api-key": s.token()}) as http:
+            answer = await http.post(url, content=endless())
+            assert answer.status_code == 413
+        assert not s.model.requests
