@@ -1,0 +1,113 @@
+"""A small process that forks agents from an interpreter with the imports already done.
+
+    python -m agentlightning.controller.forkserver FD '["openai"]'
+
+It imports the modules named (dotted names, or ``path.py``) once, says ``{"ready": true}`` or
+``{"error": …}`` on the inherited socket FD, and from then on forks one :mod:`warden
+<agentlightning.controller.warden>` for each socket that it is sent. The warden talks to the
+controller over that socket without another word through here: killing a fork server ends no
+running agent, and the end of the controller ends each of them.
+
+Standard library only, and little of it: every import here is carried by every agent.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+from agentlightning.controller import processes, warden
+
+
+def main(fd: int, preload: list[str]) -> int:
+    control = socket.socket(fileno=fd)
+    try:
+        for name in preload:
+            import_target(name)
+    except BaseException:  # whatever a module does when imported, the controller is told
+        control.sendall(json.dumps({"error": traceback.format_exc()}).encode() + b"\n")
+        return 1
+    processes.become_subreaper()
+    gc.collect()
+    gc.freeze()
+    control.sendall(b'{"ready": true}\n')
+    _serve(control)
+    return 0
+
+
+def import_target(name: str) -> object:
+    """A module by its dotted name, or by the path of its ``.py`` file."""
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    module_name = f"agl_file_{Path(name).stem}"
+    if module_name in sys.modules and sys.modules[module_name].__file__ == name:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, name)
+    if spec is None or spec.loader is None or not Path(name).exists():
+        raise ImportError(f"there is no Python file {name}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    sys.path.insert(0, str(Path(name).parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _serve(control: socket.socket) -> None:
+    wardens: set[int] = set()
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    wakeup = processes.child_wakeup()
+    selector.register(wakeup, selectors.EVENT_READ)
+    while True:
+        ready = {key.fileobj for key, _ in selector.select()}
+        if wakeup in ready:
+            wakeup.recv(4096)
+            _reap(wardens)
+        if control in ready:
+            data, fds, _, _ = socket.recv_fds(control, 1, 1)
+            if not data:
+                return
+            wardens.add(_fork_warden(fds[0]))
+
+
+def _fork_warden(fd: int) -> int:
+    pid = os.fork()
+    if pid:
+        os.close(fd)
+        return pid
+    status = 1
+    try:
+        gc.disable()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        fd = processes.keep_only(fd)
+        warden.run(socket.socket(fileno=fd))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _reap(wardens: set[int]) -> None:
+    """Reaps wardens. Where one was killed, what it watched over is now ours to kill."""
+    ended = processes.reap()
+    wardens.difference_update(pid for pid, _ in ended)
+    if all(code >= 0 for _, code in ended):
+        return
+    for pid in processes.children(os.getpid()) - wardens:
+        for each in [pid, *processes.descendants(pid)]:
+            processes.send(each, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), json.loads(sys.argv[2])))
