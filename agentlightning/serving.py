@@ -15,9 +15,15 @@ import uvicorn
 
 from agentlightning.errors import ServiceError
 
+LISTEN_FD = "AGL_LISTEN_FD"
+"""Variable with the number of a listening socket that was inherited from the parent."""
+
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound, listening TCP socket; port 0 picks a free one."""
+    """A bound, listening TCP socket: the inherited one where there is one, else a new one;
+    port 0 picks a free one."""
+    if inherited := os.environ.pop(LISTEN_FD, None):
+        return socket.socket(fileno=int(inherited))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
