@@ -40,6 +40,19 @@ def train(config_path: Path, overrides: Sequence[str], *, resume: bool, display:
     folder = find(config.run.root, config.run.name, config_path.stem)
     if resume:
         _refuse_other_run(config, folder)
+    _run(config, folder, resume=resume, display=display)
+
+
+def evaluate(config_path: Path, overrides: Sequence[str], *, display: Display) -> None:
+    """Measures the configuration's model on its held-out tasks, in a run folder of its own."""
+    config = load_config(config_path, [*overrides, "trainer.updates=0"])
+    if config.tasks.val is None:
+        raise ConfigError("config: tasks.val is missing: there is nothing to evaluate on.")
+    folder = new_run_folder(config.run.root, config.run.name, f"{config_path.stem}-eval")
+    _run(config, folder, resume=False, display=display)
+
+
+def _run(config: Config, folder: RunFolder, *, resume: bool, display: Display) -> None:
     folder.acquire()
     try:
         folder.write_config(config)
