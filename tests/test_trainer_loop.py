@@ -18,7 +18,7 @@ from agentlightning.trainer.policy import TrainingRow
 from agentlightning.trainer.run_folder import RunFolder
 from agentlightning.types import Rollout
 from tests.fakes.policy import RecordingPolicy
-from tests.fakes.world import FakePublisher, Notes, agents
+from tests.fakes.world import FakePublisher, Notes, agents, run_one
 
 CONFIG = """
 model: none
@@ -239,9 +239,9 @@ async def test_a_deleted_rollout_is_left_out(
     monkeypatch.setattr("agentlightning.trainer.collect._POLL_SECONDS", 0.01)
     setting = Setting(config, folder, store)
     task = asyncio.create_task(setting.trainer.run())
-    while len(queued := await store.list_rollouts(states=["queuing"])) < 2:
-        await asyncio.sleep(0)
-    await store.delete_rollout(queued[0].rollout_id)
+    first, second = await store.claim("world", limit=2, lease_seconds=60, wait=10)
+    await store.delete_rollout(first.rollout_id)
+    await run_one(store, second, 1.0)
     async with agents(store, mixed):
         result = await task
     assert result.before is not None

@@ -82,10 +82,13 @@ async def agents(store: Store, reward: Reward, *, calls: bool = True) -> AsyncIt
 async def _work(store: Store, reward: Reward, calls: bool) -> None:
     while True:
         for rollout in await store.claim("world", limit=100, lease_seconds=60, wait=5):
-            await _run_one(store, rollout, reward(rollout), calls)
+            await run_one(store, rollout, reward(rollout), calls=calls)
 
 
-async def _run_one(store: Store, rollout: Rollout, value: float | None, calls: bool) -> None:
+async def run_one(
+    store: Store, rollout: Rollout, value: float | None, *, calls: bool = True
+) -> None:
+    """Runs a claimed rollout to its end."""
     assert rollout.attempt_id is not None
     if calls:
         await store.add_call(await one_call(store, rollout), RawCall(b"{}", b"{}"))
