@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -209,6 +210,11 @@ class TorchPolicy:
         """A transformers folder: bf16 safetensors, and all else that the model came with."""
         directory.mkdir(parents=True, exist_ok=True)
         _unwrapped(self._model).save_pretrained(directory, state_dict=self._bf16_state())
+        # save_pretrained writes the type that the model computes in, not that of the weights
+        settings = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(
+            json.dumps({**settings, "dtype": "bfloat16"}, indent=2)
+        )
         for path in sorted(self._model_dir.iterdir()):
             known = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
             if path.is_file() and not known and not (directory / path.name).exists():
