@@ -17,7 +17,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 _CLAIM_WAIT = 5.0
 _LONGEST_BACKOFF = 5.0
 _LET_GO = 0.001
+_CANCELS = 3
 
 Changes = Mapping[str, Any]
 """Fields of a Held that an action changed."""
@@ -89,7 +90,6 @@ class Controller:
     async def _repeat(self, step: Callable[[], Awaitable[None]]) -> None:
         """A border: what fails is logged and tried again after a bounded, growing pause."""
         faults = 0
-        # The flag, not only cancellation: asyncio.wait_for may swallow one (Python < 3.12).
         while not self._stopping.is_set():
             try:
                 await step()
@@ -279,10 +279,14 @@ async def run(
     await controller.run()
 
 
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancels, more than once: asyncio.wait_for may swallow one (Python < 3.12)."""
+    left = set(tasks)
+    for _ in range(_CANCELS):
+        for task in left:
+            task.cancel()
+        if left:
+            _, left = await asyncio.wait(left, timeout=1)
 
 
 def _hold(rollout: Rollout) -> Held:
