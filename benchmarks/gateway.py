@@ -29,6 +29,7 @@ import psutil
 
 from agentlightning import address, credentials
 from agentlightning.config import GatewayConfig
+from agentlightning.gateway.app import run
 from agentlightning.serving import listen, serve_app
 
 CONNECTIONS = 32
