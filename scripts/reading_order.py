@@ -50,14 +50,15 @@ def code_lines(source: str) -> int:
 def _docstring_lines(source: str) -> set[int]:
     lines: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        for statement in getattr(node, "body", None) or () if not _is_lambda(node) else ():
+        for statement in _body(node):
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 lines.update(range(statement.lineno, (statement.end_lineno or 0) + 1))
     return lines
 
 
-def _is_lambda(node: ast.AST) -> bool:
-    return isinstance(node, (ast.Lambda, ast.IfExp))
+def _body(node: ast.AST) -> list[ast.stmt]:
+    body = getattr(node, "body", [])
+    return body if isinstance(body, list) else []  # a lambda's body is one expression
 
 
 def files_of(entries: tuple[str, ...]) -> list[Path]:
@@ -67,7 +68,8 @@ def files_of(entries: tuple[str, ...]) -> list[Path]:
     for entry in entries:
         path = ROOT / entry
         inside = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-        found += [f for f in inside if not any(p in own and p != path for p in f.parents)]
+        deeper = {other for other in own if path in other.parents}
+        found += [file for file in inside if not deeper & set(file.parents)]
     return [file for file in found if file.name != "__init__.py" or code_lines(file.read_text())]
 
 
