@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_reads_the_file_and_lays_overrides_over_it(path: Path) -> None:
-    config = load_config(path, ["trainer.updates=3", "agent.args=[a, b]", "agent.env.A=1"])
+    config = load_config(path, ["trainer.updates=3", "agent.args=[a, b]", "agent.env.A=text"])
     assert config.trainer.updates == 3
     assert config.agent.args == ["a", "b"]
     assert config.evaluate.python == "grade:reward"
@@ -62,7 +62,7 @@ def test_every_error_is_told_at_once(path: Path) -> None:
     ("override", "part"),
     [
         ("agent.command=[run]", "exactly one of python, agent_class and command"),
-        ("evaluate.event=true", "evaluate"),
+        ("evaluate={python: a:b, event: true}", "exactly one of python, command and event"),
         ("trainer.updates", "Write key=value"),
     ],
 )
