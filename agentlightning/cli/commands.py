@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -91,12 +91,12 @@ def controller(
     *,
     gateway: Annotated[str, typer.Option(help="Address of the gateway.")] = "http://127.0.0.1:8181",
     key: Key = None,
-    runner: Annotated[
-        Literal["local"], typer.Option(help="Where agents run: on this machine.")
-    ] = "local",
+    runner: Annotated[str, typer.Option(help="Where agents run: `local`, this machine.")] = "local",
     root: Annotated[Path, typer.Option(help="Folder of workspaces and logs.")] = Path("agents"),
 ) -> None:
     """Start the rollout controller: it runs the agents of queued rollouts."""
+    if runner != "local":
+        raise ConfigError(f"controller: --runner is {runner!r}. Allowed: local.")
     from agentlightning.controller.loop import run
     from agentlightning.store import open_store
 

@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from agentlightning.errors import ConfigError, NotFound
-from agentlightning.store import Store, open_store
+from agentlightning.store import Store
 from agentlightning.types import Rollout
 
 T = TypeVar("T")
@@ -92,6 +92,8 @@ def _from_run(run: Path) -> Place:
 
 @asynccontextmanager
 async def opened(where: Place) -> AsyncIterator[Store]:
+    from agentlightning.store import open_store
+
     store = await open_store(where.url, key=where.key)
     try:
         yield store

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from math_verify import parse, verify
@@ -52,6 +53,6 @@ def _called_tool(messages: Iterable[Mapping[str, Any]], question: str) -> bool:
     tail = _tail(messages, question)
     return any(
         "CALL calc(" in str(call.get("content")) and str(result.get("content")).startswith("RESULT")
-        for call, result in zip(tail, tail[1:], strict=False)
+        for call, result in pairwise(tail)
         if call.get("role") == "assistant" and result.get("role") == "user"
     )
