@@ -19,6 +19,7 @@ from agentlightning.errors import ConfigError, NotTrainable
 from agentlightning.serving import bound_url, listen
 from agentlightning.store import open_store
 from agentlightning.trainer.checkpoint import latest_checkpoint
+from agentlightning.trainer.forward import Sampler
 from agentlightning.trainer.loop import RunResult, Trainer
 from agentlightning.trainer.models import resolve_model
 from agentlightning.trainer.probe import probe
@@ -79,9 +80,9 @@ async def _train(config: Config, folder: RunFolder, *, resume: bool, display: Di
 
 
 def _load_policy(config: Config, model: Path) -> TorchPolicy:
-    return TorchPolicy(
-        model, config.trainer, seed=config.seed, temperature=config.sampling.temperature
-    )
+    sampling = config.sampling
+    sampler = Sampler(sampling.temperature, sampling.top_p, sampling.top_k)
+    return TorchPolicy(model, config.trainer, seed=config.seed, sampler=sampler)
 
 
 @dataclass(frozen=True, slots=True)
