@@ -31,17 +31,19 @@ class Attempts:
         self._change += 1
         self._checked.clear()
 
-    async def check(self, address: AttemptAddress) -> None:
+    async def check(self, address: AttemptAddress, *, ask: bool = False) -> None:
         """Refusal where the rollout is unknown or has ended, or another attempt is current.
-        A rollout that no controller claimed is opened by its first call."""
+        A rollout that no controller claimed is opened by its first call. ``ask``: the store is
+        asked in any case."""
         key = (address.rollout_id, address.attempt_id)
         now = time.monotonic()
-        if now - self._checked.get(key, float("-inf")) < FRESH_SECONDS:
+        if not ask and now - self._checked.get(key, float("-inf")) < FRESH_SECONDS:
             return
         change = self._change
         _require_current(await self._current(address), address)
         if change == self._change:
             self._forget_old(now)
+            self._checked.pop(key, None)
             self._checked[key] = now
 
     async def _current(self, address: AttemptAddress) -> Rollout:

@@ -151,7 +151,7 @@ class Proxy:
         flight = InFlight(address.rollout_id, address.attempt_id, run.started_at)
         async with self._gate.admit(client, run.call_id, flight) as held:
             if held:
-                await self._attempts.check(address)
+                await self._attempts.check(address, ask=True)
             await self._relay.run(client, run)
 
     async def _list_models(self, client: Client) -> None:
