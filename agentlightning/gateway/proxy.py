@@ -17,7 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from agentlightning import credentials
 from agentlightning.address import AttemptAddress, Provider, parse
-from agentlightning.errors import Conflict, CredentialError, NotFound, StoreError
+from agentlightning.errors import CredentialError
+from agentlightning.gateway.attempts import Attempts
 from agentlightning.gateway.client import Client, ClientGone
 from agentlightning.gateway.gate import Gate, InFlight
 from agentlightning.gateway.metrics import Metrics
@@ -25,7 +26,6 @@ from agentlightning.gateway.record import Run
 from agentlightning.gateway.refusal import Refusal
 from agentlightning.gateway.relay import Relay
 from agentlightning.gateway.wire import OPENAI_WIRES, Wire
-from agentlightning.store import Store
 from agentlightning.types import Json, Mode
 
 logger = logging.getLogger(__name__)
@@ -48,14 +48,14 @@ class Proxy:
 
     def __init__(
         self,
-        store: Store,
+        attempts: Attempts,
         relay: Relay,
         *,
         gate: Gate,
         metrics: Metrics,
         settings: Settings,
     ) -> None:
-        self._store = store
+        self._attempts = attempts
         self._relay = relay
         self._gate = gate
         self._metrics = metrics
@@ -135,25 +135,6 @@ class Proxy:
             self._credentials[token] = known
         return known
 
-    async def _check_attempt(self, address: AttemptAddress) -> None:
-        rollout_id, attempt_id = address.rollout_id, address.attempt_id
-        try:
-            rollout = await self._store.get_rollout(rollout_id)
-            if not rollout.terminal and rollout.attempt_id != attempt_id and rollout.owner is None:
-                rollout = await self._store.open_attempt(rollout_id, attempt_id)
-        except NotFound as error:
-            raise Refusal(404, "unknown_rollout", f"There is no rollout {rollout_id!r}.") from error
-        except Conflict as error:
-            raise Refusal(409, "attempt_over", str(error)) from error
-        except StoreError as error:
-            raise Refusal(503, "store_unavailable", str(error), fault="gateway") from error
-        if rollout.terminal:
-            text = f"Rollout {rollout_id!r} has ended ({rollout.state}): it takes no more calls."
-            raise Refusal(409, "rollout_ended", text)
-        if rollout.attempt_id != attempt_id:
-            text = f"Attempt {attempt_id!r} is over: {rollout.attempt_id!r} is the current one."
-            raise Refusal(409, "attempt_over", text)
-
     async def _call(self, client: Client, address: AttemptAddress, wire: Wire) -> None:
         raw, request = await client.read_json(self._settings.max_body)
         run = Run(
@@ -165,12 +146,12 @@ class Proxy:
             asked=wire.asked(request),
             body=wire.prepare(request, self._settings.sampling.get(address.mode, {})),
         )
-        await self._check_attempt(address)
+        await self._attempts.check(address)
         client.watch()
         flight = InFlight(address.rollout_id, address.attempt_id, run.started_at)
         async with self._gate.admit(client, run.call_id, flight) as held:
             if held:
-                await self._check_attempt(address)
+                await self._attempts.check(address, ask=True)
             await self._relay.run(client, run)
 
     async def _list_models(self, client: Client) -> None:

@@ -10,8 +10,10 @@ import openai
 import pytest
 
 from agentlightning import address, credentials
-from agentlightning.types import Rollout
-from tests.gateway.conftest import KEY, Stage, stage
+from agentlightning.gateway.attempts import Attempts
+from agentlightning.gateway.refusal import Refusal
+from agentlightning.types import Outcome, Rollout
+from tests.gateway.conftest import KEY, Stage, sqlite_store, stage
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -22,6 +24,11 @@ async def _post(s: Stage, token: str | None, *, base: str | None = None) -> http
     async with httpx.AsyncClient() as http:
         url = f"{base or s.base()}/chat/completions"
         return await http.post(url, json=body, headers=headers)
+
+
+async def _ask_for_ever(agent: openai.AsyncOpenAI) -> None:
+    while True:
+        await agent.chat.completions.create(model="policy", messages=HELLO)
 
 
 async def test_credentials() -> None:
@@ -56,21 +63,40 @@ async def test_unknown_rollout_is_404_in_the_dialect() -> None:
         assert answer.json()["error"]["type"] == "agent_error"
 
 
-async def test_a_cancelled_rollout_takes_no_calls() -> None:
+async def test_a_rollout_that_another_process_cancelled_soon_takes_no_calls() -> None:
     async with stage() as s, s.agent() as agent:
         await agent.chat.completions.create(model="policy", messages=HELLO)
         await s.store.cancel("r1")
         with pytest.raises(openai.ConflictError, match="cancelled"):
-            await agent.chat.completions.create(model="policy", messages=HELLO)
+            await _ask_for_ever(agent)
+
+
+async def test_a_change_through_this_process_holds_at_once() -> None:
+    async with sqlite_store() as store:
+        attempts = Attempts(store)
+        await store.add_rollouts([Rollout("r1", {})])
+        own = address.AttemptAddress("r1", "a1", "train", "openai")
+        await attempts.check(own)
+        await store.cancel("r1")
+        attempts.expire()
+        with pytest.raises(Refusal, match="cancelled"):
+            await attempts.check(own)
 
 
 async def test_an_earlier_attempt_takes_no_calls() -> None:
     async with stage() as s, s.agent() as agent:
-        held = Rollout("r2", {}, state="running", attempt=2, attempt_id="a2", owner="c1")
-        await s.store.add_rollouts([held])
-        base = address.openai_base_url(s.url, "r2", "a1", "train")
+        await s.store.add_rollouts([Rollout("r2", {}, config={"max_attempts": 2})])
+        lost = Outcome("lost")
+        (first,) = [
+            r for r in await s.store.claim("c1", limit=9, lease_seconds=60) if r.rollout_id == "r2"
+        ]
+        assert first.attempt_id
+        await s.store.retry(
+            "r2", owner="c1", attempt_id=first.attempt_id, outcome=lost, lease_seconds=60
+        )
+        base = address.openai_base_url(s.url, "r2", first.attempt_id, "train")
         async with agent.with_options(base_url=base, api_key=KEY) as late:
-            with pytest.raises(openai.ConflictError, match="a2"):
+            with pytest.raises(openai.ConflictError, match="current"):
                 await late.chat.completions.create(model="policy", messages=HELLO)
 
 
