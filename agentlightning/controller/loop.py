@@ -124,7 +124,9 @@ class Controller:
             self.owner, limit=free, lease_seconds=self._config.lease, wait=_CLAIM_WAIT
         )
         for rollout in claimed:
-            self._held[rollout.rollout_id] = _hold(rollout)
+            known = self._held.get(rollout.rollout_id)
+            if known is None or known.attempt_id != rollout.attempt_id:
+                self._held[rollout.rollout_id] = _hold(rollout)
         self._wake.set()
 
     def _free_slots(self) -> int:
@@ -176,12 +178,14 @@ class Controller:
             log.exception("controller: %s failed; trying again", _name(action))
             changes = {"not_before": time.time() + random.uniform(0.5, 1.5)}
         if action.held is not None:
-            self._update(action.held.rollout.rollout_id, changes)
+            self._update(action.held.rollout, changes)
 
-    def _update(self, rollout_id: str, changes: Changes | None) -> None:
-        held = self._held.pop(rollout_id, None)
-        if held is not None and changes is not None:
-            self._held[rollout_id] = replace(held, **{"busy": None, **changes})
+    def _update(self, rollout: Rollout, changes: Changes | None) -> None:
+        held = self._held.get(rollout.rollout_id)
+        if held is not None and held.attempt_id == rollout.attempt_id:
+            del self._held[rollout.rollout_id]
+            if changes is not None:
+                self._held[rollout.rollout_id] = replace(held, **{"busy": None, **changes})
         self._slot_free.set()
         self._wake.set()
 
