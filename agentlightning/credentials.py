@@ -26,6 +26,7 @@ _ALGORITHM = "HS256"
 @dataclass(frozen=True, slots=True)
 class Credential:
     """What a request proved. ``admin`` may do everything; else only its own attempt.
+    ``expires_at`` is in Unix seconds.
 
     Example:
         >>> token = sign("secret", "r1", "a1", scopes=["call"], seconds=60)
@@ -37,6 +38,7 @@ class Credential:
     rollout_id: str | None = None
     attempt_id: str | None = None
     scopes: frozenset[str] = frozenset()
+    expires_at: float = float("inf")
 
 
 def sign(
@@ -69,6 +71,7 @@ def check(admin_key: str, token: str | None) -> Credential:
             rollout_id=claims["rollout"],
             attempt_id=claims["attempt"],
             scopes=frozenset(claims["scopes"]),
+            expires_at=float(claims["exp"]),
         )
     except jwt.ExpiredSignatureError as error:
         raise CredentialError("the credential has expired") from error

@@ -10,6 +10,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.config import GatewayConfig
+from agentlightning.gateway.attempts import Attempts
 from agentlightning.gateway.control import control_routes
 from agentlightning.gateway.forward import Forwarder
 from agentlightning.gateway.gate import Gate
@@ -21,7 +22,7 @@ from agentlightning.store import Store
 from agentlightning.types import Json, Mode
 
 _CALLS = "/proxy/rollout/"
-_MODELS = "/api/models"
+_API = "/api/"
 
 
 def build_app(
@@ -44,6 +45,7 @@ class _Gateway:
         self._settings = settings
         self._gate = Gate(store, hold_limit=config.hold_limit)
         self._metrics = Metrics(self._gate)
+        self._attempts = Attempts(store)
         self._upstreams = Upstreams(store, wait=config.upstream_retry)
         routes = [
             *control_routes(
@@ -58,15 +60,16 @@ class _Gateway:
             if self._proxy is not None and scope["path"].startswith(_CALLS):
                 await self._proxy(scope, receive, send)
                 return
-            if scope["path"] == _MODELS and scope["method"] != "GET":
+            if scope["path"].startswith(_API) and scope["method"] not in ("GET", "HEAD"):
                 send = self._expiring(send)
         await self._control(scope, receive, send)
 
     def _expiring(self, send: Send) -> Send:
-        """Whoever has the answer to a change of the servers finds it in force."""
+        """Whoever has the answer to a change finds it in force."""
 
         async def wrapped(message: MutableMapping[str, Any]) -> None:
             self._upstreams.expire()
+            self._attempts.expire()
             await send(message)
 
         return wrapped
@@ -83,7 +86,7 @@ class _Gateway:
             metrics=self._metrics,
         )
         self._proxy = Proxy(
-            self._store,
+            self._attempts,
             relay,
             gate=self._gate,
             metrics=self._metrics,

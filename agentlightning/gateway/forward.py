@@ -97,7 +97,15 @@ class Forwarder:
     async def open(self, request: Request, servers: Collection[ModelServer]) -> Exchange:
         """The first server that answers. While none does, or only with 502 or 503, it is tried
         again with jittered back-off within ``upstream_retry``; then UpstreamError."""
-        failed: str | None = None
+        server = self._upstreams.acquire(servers, request.rollout_id)
+        try:
+            return await self._once(request, server)
+        except UpstreamError as error:
+            return await self._again(request, server, error)
+
+    async def _again(
+        self, request: Request, server: ModelServer, failure: UpstreamError
+    ) -> Exchange:
         retrying = AsyncRetrying(
             stop=stop_after_delay(self._retry_seconds),
             wait=wait_random_exponential(multiplier=0.1, max=2),
@@ -106,12 +114,12 @@ class Forwarder:
         )
         async for attempt in retrying:
             with attempt:
-                if failed is not None:
-                    servers = await self._upstreams.candidates(request.body["model"])
-                server = self._upstreams.acquire(servers, request.rollout_id, avoid=failed)
-                failed = server.endpoint
+                if attempt.retry_state.attempt_number == 1:
+                    raise failure  # the first try is behind us: wait before the next
+                servers = await self._upstreams.candidates(request.body["model"])
+                server = self._upstreams.acquire(servers, request.rollout_id, avoid=server.endpoint)
                 return await self._once(request, server)
-        raise AssertionError("tenacity re-raises the last error")
+        raise failure
 
     def close_exchange(self, exchange: Exchange) -> None:
         """Gives the connection back, or cuts it where the answer was not read to its end."""

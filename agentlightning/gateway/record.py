@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import orjson
 
 from agentlightning.address import AttemptAddress
-from agentlightning.gateway import trainable
+from agentlightning.gateway.trainable import judge
 from agentlightning.gateway.wire import Answer, Asked, Wire
 from agentlightning.gateway.wire.sampling import used
 from agentlightning.types import Call, CallStatus, Json, ModelServer, RawCall
@@ -48,13 +48,12 @@ class End:
 def records(run: Run, end: End, *, version_end: int | None) -> tuple[Call, RawCall]:
     """The call with its tokens, and its texts. ``version_end`` is what the server is known to
     serve now; versions that the answer itself names go before."""
-    reason = end.reason or (None if run.policy else "other_model")
-    reason = reason or trainable.untrainable_reason(run.answer)
     server = run.server or ModelServer(model="", endpoint="")
-    completions = trainable.completions(run.answer, server.version)
+    judged = judge(run.answer, server.version)
+    reason = end.reason or (None if run.policy else "other_model") or judged.reason
+    completions, prompt_ids = judged.completions, judged.prompt_ids
     spans = [span for completion in completions for span in completion.spans]
     named = any(choice.spans for choice in run.answer.choices.values())
-    prompt_ids = trainable.prompt(run.answer)
     call = Call(
         call_id=run.call_id,
         rollout_id=run.address.rollout_id,

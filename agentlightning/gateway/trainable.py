@@ -7,35 +7,49 @@ for it. What does not add up is kept without being trained; nothing is filled in
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 from agentlightning.gateway.wire.answer import Answer, Choice
 from agentlightning.types import Completion, Floats, Tokens, VersionSpan, float_array, token_array
 
 
-def completions(answer: Answer, version: int) -> tuple[Completion, ...]:
-    """What was sampled, in order of the choices. Ids or logprobs that are no such thing are
-    left out; ``version`` holds where the server names no versions itself."""
-    return tuple(_completion(answer.choices[index], version) for index in sorted(answer.choices))
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """The tokens of an answer, and why they must not be trained on (None if they may)."""
+
+    prompt_ids: Tokens
+    completions: tuple[Completion, ...]
+    reason: str | None
 
 
-def prompt(answer: Answer) -> Tokens:
-    """The prompt's ids, empty where they are not known."""
-    return _ids(answer.prompt_ids or []) or token_array()
-
-
-def untrainable_reason(answer: Answer) -> str | None:
-    """Why an answer that arrived whole must not be trained on; None if it may be.
+def judge(answer: Answer, version: int) -> Judgement:
+    """Ids or logprobs that are no such thing are left out. ``version`` holds for the tokens
+    where the server names no versions itself.
 
     Example:
         >>> from agentlightning.gateway.wire.answer import Answer
-        >>> untrainable_reason(Answer(prompt_ids=[1], completion_tokens=2))
+        >>> judge(Answer(prompt_ids=[1], completion_tokens=2), version=0).reason
         'ids_missing'
     """
-    choices = list(answer.choices.values())
+    prompt_ids = _ids(answer.prompt_ids or [])
+    judged = [_judge_choice(answer.choices[i], version) for i in sorted(answer.choices)]
+    reason = _answer_reason(answer)
+    if reason is None and prompt_ids is None:
+        reason = "ids_invalid"
+    if reason is None:
+        reason = next((reason for _, reason in judged if reason is not None), None)
+    completions = tuple(completion for completion, _ in judged)
+    return Judgement(prompt_ids or token_array(), completions, reason)
+
+
+def _answer_reason(answer: Answer) -> str | None:
+    choices = answer.choices.values()
     if answer.malformed:
         return "malformed_answer"
-    if not choices or not all(choice.ids_seen for choice in choices):
-        return "ids_missing" if answer.completion_tokens != 0 else None
+    seen = answer.completion_tokens == 0 or all(choice.ids_seen for choice in choices)
+    if not choices or not seen:
+        return "ids_missing"
     if not answer.prompt_ids:
         return "prompt_ids_missing"
     if answer.prompts_differ:
@@ -44,18 +58,28 @@ def untrainable_reason(answer: Answer) -> str | None:
         return "usage_missing"
     if answer.completion_tokens != sum(len(choice.token_ids) for choice in choices):
         return "ids_usage_mismatch"
-    if _ids(answer.prompt_ids) is None:
-        return "ids_invalid"
-    return next(filter(None, map(_choice_reason, choices)), None)
+    return None
 
 
-def _choice_reason(choice: Choice) -> str | None:
+def _judge_choice(choice: Choice, version: int) -> tuple[Completion, str | None]:
+    ids = _ids(choice.token_ids)
+    length = 0 if ids is None else len(ids)
+    logprobs = _finite(choice.logprobs) if len(choice.logprobs) == length else None
+    spans = tuple(choice.spans) if _cover(choice.spans, length) else ()
+    if not choice.spans and length:
+        spans = (VersionSpan(version, 0, length),)
+    kept = logprobs if choice.logprobs_seen else None
+    completion = Completion(ids or token_array(), kept, choice.finish_reason, spans)
+    if ids is None:
+        return completion, "ids_invalid"
+    return completion, _choice_reason(choice, logprobs)
+
+
+def _choice_reason(choice: Choice, logprobs: Floats | None) -> str | None:
     if choice.finish_reason == "abort":
         return "aborted"
     if choice.finish_reason is None:
         return "finish_reason_missing"
-    if _ids(choice.token_ids) is None:
-        return "ids_invalid"
     if choice.spans and not _cover(choice.spans, len(choice.token_ids)):
         return "version_spans_invalid"
     if not choice.token_ids:
@@ -64,28 +88,17 @@ def _choice_reason(choice: Choice) -> str | None:
         return "logprobs_missing"
     if len(choice.logprobs) != len(choice.token_ids):
         return "length_mismatch"
-    return "logprob_not_finite" if _finite(choice.logprobs) is None else None
+    return "logprob_not_finite" if logprobs is None else None
 
 
-def _completion(choice: Choice, version: int) -> Completion:
-    ids = _ids(choice.token_ids) or token_array()
-    matching = choice.logprobs_seen and len(choice.logprobs) == len(ids)
-    spans = tuple(choice.spans)
-    if not _cover(choice.spans, len(ids)):
-        spans = (VersionSpan(version, 0, len(ids)),) if ids and not choice.spans else ()
-    return Completion(
-        ids, _finite(choice.logprobs) if matching else None, choice.finish_reason, spans
-    )
-
-
-def _ids(values: list[int]) -> Tokens | None:
+def _ids(values: list[Any]) -> Tokens | None:
     try:
         return token_array(values)
     except (TypeError, OverflowError):
         return None
 
 
-def _finite(values: list[float]) -> Floats | None:
+def _finite(values: list[Any]) -> Floats | None:
     """The values in single precision; None if one is missing, NaN or infinite there."""
     try:
         floats = float_array(values)

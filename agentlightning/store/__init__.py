@@ -1,5 +1,6 @@
 """Where rollouts, calls and rewards live: one protocol, several implementations."""
 
-from agentlightning.store.protocol import Store
+from agentlightning.store.protocol import Store, Transition
+from agentlightning.store.sqlite import SqliteStore
 
-__all__ = ["Store"]
+__all__ = ["SqliteStore", "Store", "Transition"]

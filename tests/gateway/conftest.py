@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -13,9 +15,9 @@ import openai
 from agentlightning import address, credentials
 from agentlightning.config import GatewayConfig
 from agentlightning.gateway.app import build_app
+from agentlightning.store import SqliteStore
 from agentlightning.types import Call, ModelServer, Rollout
 from tests.fakes.http import serve
-from tests.fakes.memory_store import MemoryStore
 from tests.fakes.model_server import Script, ScriptedModelServer
 
 KEY = "admin-key"
@@ -30,7 +32,7 @@ class Stage:
     """What a test plays on."""
 
     url: str
-    store: Any
+    store: SqliteStore
     model: ScriptedModelServer
 
     def base(self, rollout: str = "r1", attempt: str = "a1", mode: Any = "train") -> str:
@@ -59,10 +61,20 @@ class Stage:
 
 
 @asynccontextmanager
+async def sqlite_store() -> AsyncIterator[SqliteStore]:
+    """A store in a file of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = SqliteStore(Path(folder) / "store.db")
+        try:
+            yield store
+        finally:
+            await store.close()
+
+
+@asynccontextmanager
 async def stage(script: Script = (), **config: Any) -> AsyncIterator[Stage]:
     """A gateway with one rollout ``r1`` and one model server, whose policy version is 3."""
-    store = MemoryStore()
-    async with ScriptedModelServer(script) as model:
+    async with sqlite_store() as store, ScriptedModelServer(script) as model:
         await store.add_rollouts([Rollout("r1", {})])
         await store.set_model_servers([ModelServer("policy", model.url, 3)])
         app = build_app(GatewayConfig(key=KEY, **config), store, admin_key=KEY, sampling=SAMPLING)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx2 as httpx
 import openai
 import pytest
 
-from agentlightning import address
-from agentlightning.types import Rollout
-from tests.gateway.conftest import KEY, Stage, stage
+from agentlightning import address, credentials
+from agentlightning.gateway.attempts import Attempts
+from agentlightning.gateway.refusal import Refusal
+from agentlightning.types import Outcome, Rollout
+from tests.gateway.conftest import KEY, Stage, sqlite_store, stage
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -21,6 +24,11 @@ async def _post(s: Stage, token: str | None, *, base: str | None = None) -> http
     async with httpx.AsyncClient() as http:
         url = f"{base or s.base()}/chat/completions"
         return await http.post(url, json=body, headers=headers)
+
+
+async def _ask_for_ever(agent: openai.AsyncOpenAI) -> None:
+    while True:
+        await agent.chat.completions.create(model="policy", messages=HELLO)
 
 
 async def test_credentials() -> None:
@@ -40,8 +48,6 @@ async def test_credentials() -> None:
 
 async def test_an_expired_credential_is_refused_even_if_it_was_used_before() -> None:
     async with stage() as s:
-        from agentlightning import credentials
-
         token = credentials.sign(KEY, "r1", "a1", scopes=["call"], seconds=-1)
         answer = await _post(s, token)
         assert answer.status_code == 401
@@ -57,21 +63,40 @@ async def test_unknown_rollout_is_404_in_the_dialect() -> None:
         assert answer.json()["error"]["type"] == "agent_error"
 
 
-async def test_a_cancelled_rollout_takes_no_calls() -> None:
+async def test_a_rollout_that_another_process_cancelled_soon_takes_no_calls() -> None:
     async with stage() as s, s.agent() as agent:
         await agent.chat.completions.create(model="policy", messages=HELLO)
         await s.store.cancel("r1")
         with pytest.raises(openai.ConflictError, match="cancelled"):
-            await agent.chat.completions.create(model="policy", messages=HELLO)
+            await _ask_for_ever(agent)
+
+
+async def test_a_change_through_this_process_holds_at_once() -> None:
+    async with sqlite_store() as store:
+        attempts = Attempts(store)
+        await store.add_rollouts([Rollout("r1", {})])
+        own = address.AttemptAddress("r1", "a1", "train", "openai")
+        await attempts.check(own)
+        await store.cancel("r1")
+        attempts.expire()
+        with pytest.raises(Refusal, match="cancelled"):
+            await attempts.check(own)
 
 
 async def test_an_earlier_attempt_takes_no_calls() -> None:
     async with stage() as s, s.agent() as agent:
-        held = Rollout("r2", {}, state="running", attempt=2, attempt_id="a2", owner="c1")
-        await s.store.add_rollouts([held])
-        base = address.openai_base_url(s.url, "r2", "a1", "train")
+        await s.store.add_rollouts([Rollout("r2", {}, config={"max_attempts": 2})])
+        lost = Outcome("lost")
+        (first,) = [
+            r for r in await s.store.claim("c1", limit=9, lease_seconds=60) if r.rollout_id == "r2"
+        ]
+        assert first.attempt_id
+        await s.store.retry(
+            "r2", owner="c1", attempt_id=first.attempt_id, outcome=lost, lease_seconds=60
+        )
+        base = address.openai_base_url(s.url, "r2", first.attempt_id, "train")
         async with agent.with_options(base_url=base, api_key=KEY) as late:
-            with pytest.raises(openai.ConflictError, match="a2"):
+            with pytest.raises(openai.ConflictError, match="current"):
                 await late.chat.completions.create(model="policy", messages=HELLO)
 
 
@@ -121,12 +146,14 @@ async def test_bodies_that_are_refused() -> None:
             assert "1024" in answer.json()["error"]["message"]
             assert (await http.post(url, content=b"[1]")).status_code == 400
             assert (await http.post(url, content=b"{")).status_code == 400
-
-        async def endless() -> Any:
-            for _ in range(100):
-                yield b"x" * 500
-
-        async with httpx.AsyncClient(headers={"x-api-key": s.token()}) as http:
-            answer = await http.post(url, content=endless())
-            assert answer.status_code == 413
         assert not s.model.requests
+
+
+async def test_a_body_without_length_is_cut_off_at_the_bound() -> None:
+    async with stage(max_body=1024) as s:
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(s.url).port)
+        path = httpx.URL(f"{s.base()}/chat/completions").path
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nx-api-key: {s.token()}\r\n"
+        writer.write(f"{head}transfer-encoding: chunked\r\n\r\n800\r\n".encode() + b"x" * 2048)
+        assert b"413" in await reader.readline()
+        writer.close()

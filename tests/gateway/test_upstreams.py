@@ -10,9 +10,8 @@ import pytest
 
 from agentlightning.gateway.upstreams import Upstreams
 from agentlightning.types import ModelServer
-from tests.fakes.memory_store import MemoryStore
 from tests.fakes.model_server import Reply, ScriptedModelServer
-from tests.gateway.conftest import stage
+from tests.gateway.conftest import sqlite_store, stage
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -82,38 +81,38 @@ async def test_the_agent_s_key_stays_here() -> None:
         assert s.model.headers[0]["x-request-id"] == (await s.call()).call_id
 
 
-def _two() -> tuple[Upstreams, list[ModelServer]]:
-    servers = [ModelServer("policy", "http://a/v1"), ModelServer("policy", "http://b/v1")]
-    return Upstreams(MemoryStore(), wait=1), servers
+SERVERS = [ModelServer("policy", "http://a/v1"), ModelServer("policy", "http://b/v1")]
 
 
 async def test_a_rollout_stays_with_its_server() -> None:
-    upstreams, servers = _two()
-    homes = {}
-    for k in range(10):
-        server = upstreams.acquire(servers, f"r{k}")
-        homes[f"r{k}"] = server.endpoint
-        upstreams.release(server)
-    assert sorted(homes.values()) == ["http://a/v1"] * 5 + ["http://b/v1"] * 5
-    for rollout, home in homes.items():
-        server = upstreams.acquire(servers, rollout)
-        assert server.endpoint == home
-        upstreams.release(server)
+    async with sqlite_store() as store:
+        upstreams = Upstreams(store, wait=1)
+        homes = {}
+        for k in range(10):
+            server = upstreams.acquire(SERVERS, f"r{k}")
+            homes[f"r{k}"] = server.endpoint
+            upstreams.release(server)
+        assert sorted(homes.values()) == ["http://a/v1"] * 5 + ["http://b/v1"] * 5
+        for rollout, home in homes.items():
+            server = upstreams.acquire(SERVERS, rollout)
+            assert server.endpoint == home
+            upstreams.release(server)
 
 
 async def test_a_rollout_moves_away_from_an_overloaded_server() -> None:
-    upstreams, servers = _two()
-    home = upstreams.acquire(servers, "r1")
-    for _ in range(10):
-        upstreams.acquire([home], "others")
-    assert upstreams.acquire(servers, "r1").endpoint != home.endpoint
+    async with sqlite_store() as store:
+        upstreams = Upstreams(store, wait=1)
+        home = upstreams.acquire(SERVERS, "r1")
+        for _ in range(10):
+            upstreams.acquire([home], "others")
+        assert upstreams.acquire(SERVERS, "r1").endpoint != home.endpoint
 
 
 async def test_a_change_of_servers_holds_for_the_next_call() -> None:
-    store = MemoryStore()
-    upstreams = Upstreams(store, wait=1)
-    await store.set_model_servers([ModelServer("policy", "http://a/v1", 1)])
-    assert [s.version for s in await upstreams.candidates("policy")] == [1]
-    await store.set_model_servers([ModelServer("policy", "http://a/v1", 2)])
-    upstreams.expire()
-    assert [s.version for s in await upstreams.candidates("policy")] == [2]
+    async with sqlite_store() as store:
+        upstreams = Upstreams(store, wait=1)
+        await store.set_model_servers([ModelServer("policy", "http://a/v1", 1)])
+        assert [s.version for s in await upstreams.candidates("policy")] == [1]
+        await store.set_model_servers([ModelServer("policy", "http://a/v1", 2)])
+        upstreams.expire()
+        assert [s.version for s in await upstreams.candidates("policy")] == [2]
