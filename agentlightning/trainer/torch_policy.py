@@ -29,6 +29,9 @@ from agentlightning.trainer.forward import (
 from agentlightning.trainer.policy import TrainingRow
 
 _STATE_FILE = "policy.pt"
+_EAGER_TOKENS = 1024
+"""On a CPU the fused attention kernel's backward pass is slower than plain matrix products, which
+however keep a [T × T] matrix a head and layer: used up to this many tokens a row."""
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".gguf"}
 
 
@@ -122,6 +125,7 @@ class TorchPolicy:
         trained = [_trained_positions(row) for row in batch]
         rows = pad_rows([row.sample.token_ids for row in batch], trained, share=self._share)
         rows = _to(rows, self._device)
+        self._choose_attention(rows.ids_BT.shape[1])
         logprobs_N, entropy_N = trained_logprobs(*self._parts(), rows, self._sampler)
         tokens = TokenBatch(
             logprobs_N,
@@ -146,6 +150,13 @@ class TorchPolicy:
         computed = rows.ids_BT.numel() - rows.shared * (len(rows.ids_BT) - 1)
         statistics["sum/tokens_computed"] = torch.tensor(float(computed))
         return statistics
+
+    def _choose_attention(self, tokens: int) -> None:
+        plain = self._device.type == "cpu" and tokens <= _EAGER_TOKENS
+        kind = "eager" if plain else "sdpa"
+        model = _unwrapped(self._model)
+        if model.config._attn_implementation != kind:
+            model.set_attn_implementation(kind)
 
     def _per_token(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self._device)

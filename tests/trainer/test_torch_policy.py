@@ -115,6 +115,12 @@ def test_no_cut_order_or_padding_changes_the_gradient(model_dir):
     assert_same(gradient(model_dir, longer, micro_batch_tokens=4096), whole)
 
 
+def test_long_rows_take_the_fused_attention_and_get_the_same_gradient(model_dir, monkeypatch):
+    short = gradient(model_dir, rows())
+    monkeypatch.setattr("agentlightning.trainer.torch_policy._EAGER_TOKENS", 0)
+    assert_same(gradient(model_dir, rows()), short)
+
+
 def test_splitting_a_rollout_into_more_samples_changes_no_gradient(model_dir):
     batch = rows(3)
     split = []
