@@ -1,6 +1,6 @@
 """What a long rollout costs in the store: bytes kept, and CPU time of ``add_call``.
 
-    python benchmarks/storage.py
+    PYTHONPATH=. python benchmarks/storage.py
 
 The baseline keeps each call's whole prompt, answer and request, in the same run.
 """
@@ -56,13 +56,17 @@ def _json(value: Json) -> bytes:
     return json.dumps(value).encode()
 
 
-async def ours(path: Path, calls: list[tuple[Call, RawCall]]) -> int:
+def ours(path: Path, calls: list[tuple[Call, RawCall]]) -> int:
+    asyncio.run(record(path, calls))
+    return path.stat().st_size  # closing moved the write-ahead log into the file
+
+
+async def record(path: Path, calls: list[tuple[Call, RawCall]]) -> None:
     store = SqliteStore(path)
     await store.add_rollouts([Rollout("r", {})])
     for call, raw in calls:
         await store.add_call(call, raw)
     await store.close()
-    return path.stat().st_size  # closing moved the write-ahead log into the file
 
 
 def naive(path: Path, calls: list[tuple[Call, RawCall]]) -> int:
@@ -79,16 +83,21 @@ def naive(path: Path, calls: list[tuple[Call, RawCall]]) -> int:
     return path.stat().st_size
 
 
-async def add_call_seconds(path: Path) -> float:
-    """CPU seconds of this process per call: 1,500 prompt ids, 200 sampled, a 7.5 KB request."""
+async def add_call_seconds(path: Path, *, new_messages: int) -> float:
+    """CPU seconds of this process per call: 1,500 prompt ids, 200 sampled, a 7.5 KB request.
+
+    ``new_messages`` of its ten messages were not sent before.
+    """
     store = SqliteStore(path)
     await store.add_rollouts([Rollout("r", {})])
     rng = random.Random(1)
+    old = [{"role": "user", "content": text(rng, 180)} for _ in range(10 - new_messages)]
     calls = []
     for number in range(HOT_CALLS):
         prompt = token_array(rng.randrange(150_000) for _ in range(1500))
         answer = Completion(token_array(range(200)), float_array([-0.5] * 200))
-        messages = [{"role": "user", "content": text(rng, 180)} for _ in range(10)]
+        new = [{"role": "user", "content": text(rng, 180)} for _ in range(new_messages)]
+        messages = [*old, *new]
         raw = RawCall(_json({"model": "m", "messages": messages}), b'{"choices":[]}')
         calls.append((Call(f"c{number}", "r", f"a{number % 20}", prompt, (answer,)), raw))
     begin = time.process_time()
@@ -103,14 +112,18 @@ def main() -> None:
     calls, texts = rollout_calls()
     unique = TURNS * (CONTEXT + ANSWER)
     with tempfile.TemporaryDirectory() as folder:
-        kept = asyncio.run(ours(Path(folder, "ours.db"), calls))
+        kept = ours(Path(folder, "ours.db"), calls)
         full = naive(Path(folder, "naive.db"), calls)
-        seconds = asyncio.run(add_call_seconds(Path(folder, "hot.db")))
+        hot = {
+            new: asyncio.run(add_call_seconds(Path(folder, f"hot{new}.db"), new_messages=new))
+            for new in (2, 10)
+        }
     tokens = BYTES_PER_TOKEN * unique
     print(f"{TURNS} turns, {unique} unique tokens ({tokens} B), texts once {texts} B")
     print(f"stored {kept} B; (stored - texts) / (8 B x tokens) = {(kept - texts) / tokens:.2f}")
     print(f"full copies {full} B; {full / kept:.1f} times as much")
-    print(f"add_call {seconds * 1e3:.3f} ms of CPU, 32 at a time")
+    for new, seconds in hot.items():
+        print(f"add_call {seconds * 1e3:.3f} ms of CPU, 32 at a time, {new} of 10 messages new")
 
 
 if __name__ == "__main__":
