@@ -7,7 +7,6 @@ change); the call keeps their numbers.
 
 from __future__ import annotations
 
-import re
 import sqlite3
 from array import array
 from collections.abc import MutableMapping
@@ -21,7 +20,8 @@ from agentlightning.store.rows import pack, unpack
 from agentlightning.types import RawCall
 
 _LIST_KEYS = ("messages", "input", "prompt")
-_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+_ZEROS = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else byte for byte in range(256))
+_LONG_NUMBER = b"0" * 19  # once each digit is a 0: far faster than a pattern
 
 Known = MutableMapping[bytes, int]
 """Digest → number of the messages that a rollout is known to hold."""
@@ -64,7 +64,7 @@ def _split(request: bytes) -> tuple[dict[str, Any], str, list[Any]] | None:
 
     A number of more digits than 64 bits hold would not survive parsing: kept as it is.
     """
-    if _LONG_NUMBER.search(request):
+    if _LONG_NUMBER in request.translate(_ZEROS):
         return None
     try:
         body = orjson.loads(request)
