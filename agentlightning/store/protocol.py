@@ -87,14 +87,21 @@ class Store(Protocol):
     # --- attempts and leases
 
     async def claim(
-        self, owner: str, *, limit: int, lease_seconds: float, wait: float = 0
+        self,
+        owner: str,
+        *,
+        limit: int,
+        lease_seconds: float,
+        wait: float = 0,
+        request_id: str | None = None,
     ) -> list[Rollout]:
         """Takes up to ``limit`` rollouts that nobody holds and begins an attempt of each:
         queued ones in order, and running ones whose lease has ended (their old attempt is
         closed as ``lost``; without attempts left the rollout becomes ``failed`` instead and is
         not returned). Held up to ``wait`` seconds while there is nothing to take. Rollouts
         that no controller ever claimed but that were opened by ``open_attempt`` have no lease
-        and are never taken."""
+        and are never taken. Repeating a ``request_id`` gives the owner again what that request
+        took and it still holds, so that a lost answer leaks nothing."""
 
     async def renew(
         self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float
