@@ -70,10 +70,10 @@ def step_row(line: Mapping[str, Any]) -> str:
     shown = "none" if reward is None else f"{reward:.2f} {_bar(reward)}"
     elapsed = line["training_seconds"]
     left = elapsed / line["step"] * (line["steps"] - line["step"])
-    signal = f"{line['groups_with_signal']} of {line['groups']}"
+    signal = f"{line['groups'] - line['groups_without_signal']:.0f} of {line['groups']:.0f}"
     return (
         f"{line['step']:>3}/{line['steps']:<3}  {shown:>8}  {signal:>18}"
-        f"  {line['samples_per_rollout']:>15.2f}  {line['staleness_max']:>5}"
+        f"  {line['samples_per_rollout']:>15.2f}  {line['staleness_max']:>5.0f}"
         f"  {line['tokens_per_second']:>6.0f}  {_clock(elapsed):>6}  {_clock(left):>6}"
     )
 

@@ -19,6 +19,7 @@ from agentlightning.errors import ConfigError, NotTrainable
 from agentlightning.serving import bound_url, listen
 from agentlightning.store import open_store
 from agentlightning.trainer.checkpoint import latest_checkpoint
+from agentlightning.trainer.forward import Sampler
 from agentlightning.trainer.loop import RunResult, Trainer
 from agentlightning.trainer.models import resolve_model
 from agentlightning.trainer.probe import probe
@@ -40,6 +41,19 @@ def train(config_path: Path, overrides: Sequence[str], *, resume: bool, display:
     folder = find(config.run.root, config.run.name, config_path.stem)
     if resume:
         _refuse_other_run(config, folder)
+    _run(config, folder, resume=resume, display=display)
+
+
+def evaluate(config_path: Path, overrides: Sequence[str], *, display: Display) -> None:
+    """Measures the configuration's model on its held-out tasks, in a run folder of its own."""
+    config = load_config(config_path, [*overrides, "trainer.updates=0"])
+    if config.tasks.val is None:
+        raise ConfigError("config: tasks.val is missing: there is nothing to evaluate on.")
+    folder = new_run_folder(config.run.root, config.run.name, f"{config_path.stem}-eval")
+    _run(config, folder, resume=False, display=display)
+
+
+def _run(config: Config, folder: RunFolder, *, resume: bool, display: Display) -> None:
     folder.acquire()
     try:
         folder.write_config(config)
@@ -66,9 +80,9 @@ async def _train(config: Config, folder: RunFolder, *, resume: bool, display: Di
 
 
 def _load_policy(config: Config, model: Path) -> TorchPolicy:
-    return TorchPolicy(
-        model, config.trainer, seed=config.seed, temperature=config.sampling.temperature
-    )
+    sampling = config.sampling
+    sampler = Sampler(sampling.temperature, sampling.top_p, sampling.top_k)
+    return TorchPolicy(model, config.trainer, seed=config.seed, sampler=sampler)
 
 
 @dataclass(frozen=True, slots=True)

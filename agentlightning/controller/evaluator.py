@@ -22,6 +22,7 @@ from agentlightning.errors import EvaluatorError, LaunchError
 from agentlightning.store.protocol import Store
 from agentlightning.types import Event, Json, Outcome, Rollout
 
+_NO_ANSWER = '{"error": "the evaluator ended without an answer"}'
 _SECRETS = ("AGL_ADMIN_KEY",)
 
 
@@ -95,7 +96,7 @@ class LocalEvaluator:
         if config.python is not None:
             spec = _python(config.python, finished, where)
             await self._process(spec, config.time_limit)
-            answer = json.loads(await asyncio.to_thread(_read, result))
+            answer = json.loads(await asyncio.to_thread(_read, result) or _NO_ANSWER)
             if "error" in answer:
                 raise EvaluatorError(answer["error"])
             return answer["reward"], answer["data"]

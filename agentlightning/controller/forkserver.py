@@ -27,6 +27,9 @@ from pathlib import Path
 
 from agentlightning.controller import processes, warden
 
+_LAST_WAIT = 10.0
+"""Longest wait, in seconds, for a warden to end once the controller is gone."""
+
 
 def main(fd: int, preload: list[str]) -> int:
     control = socket.socket(fileno=fd)
@@ -62,21 +65,27 @@ def import_target(name: str) -> object:
 
 
 def _serve(control: socket.socket) -> None:
+    """Until the controller is gone, and then until the last warden has done its work."""
     wardens: set[int] = set()
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     wakeup = processes.child_wakeup()
     selector.register(wakeup, selectors.EVENT_READ)
-    while True:
-        ready = {key.fileobj for key, _ in selector.select()}
+    closing = False
+    while wardens or not closing:
+        ready = {key.fileobj for key, _ in selector.select(_LAST_WAIT if closing else None)}
+        if closing and not ready:
+            return
         if wakeup in ready:
             wakeup.recv(4096)
             _reap(wardens)
         if control in ready:
             data, fds, _, _ = socket.recv_fds(control, 1, 1)
-            if not data:
-                return
-            wardens.add(_fork_warden(fds[0]))
+            if data:
+                wardens.add(_fork_warden(fds[0]))
+            else:
+                selector.unregister(control)
+                closing = True
 
 
 def _fork_warden(fd: int) -> int:

@@ -17,7 +17,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 _CLAIM_WAIT = 5.0
 _LONGEST_BACKOFF = 5.0
 _LET_GO = 0.001
+_CANCELS = 3
 
 Changes = Mapping[str, Any]
 """Fields of a Held that an action changed."""
@@ -89,7 +90,6 @@ class Controller:
     async def _repeat(self, step: Callable[[], Awaitable[None]]) -> None:
         """A border: what fails is logged and tried again after a bounded, growing pause."""
         faults = 0
-        # The flag, not only cancellation: asyncio.wait_for may swallow one (Python < 3.12).
         while not self._stopping.is_set():
             try:
                 await step()
@@ -124,7 +124,9 @@ class Controller:
             self.owner, limit=free, lease_seconds=self._config.lease, wait=_CLAIM_WAIT
         )
         for rollout in claimed:
-            self._held[rollout.rollout_id] = _hold(rollout)
+            known = self._held.get(rollout.rollout_id)
+            if known is None or known.attempt_id != rollout.attempt_id:
+                self._held[rollout.rollout_id] = _hold(rollout)
         self._wake.set()
 
     def _free_slots(self) -> int:
@@ -176,12 +178,14 @@ class Controller:
             log.exception("controller: %s failed; trying again", _name(action))
             changes = {"not_before": time.time() + random.uniform(0.5, 1.5)}
         if action.held is not None:
-            self._update(action.held.rollout.rollout_id, changes)
+            self._update(action.held.rollout, changes)
 
-    def _update(self, rollout_id: str, changes: Changes | None) -> None:
-        held = self._held.pop(rollout_id, None)
-        if held is not None and changes is not None:
-            self._held[rollout_id] = replace(held, **{"busy": None, **changes})
+    def _update(self, rollout: Rollout, changes: Changes | None) -> None:
+        held = self._held.get(rollout.rollout_id)
+        if held is not None and held.attempt_id == rollout.attempt_id:
+            del self._held[rollout.rollout_id]
+            if changes is not None:
+                self._held[rollout.rollout_id] = replace(held, **{"busy": None, **changes})
         self._slot_free.set()
         self._wake.set()
 
@@ -279,10 +283,14 @@ async def run(
     await controller.run()
 
 
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancels, more than once: asyncio.wait_for may swallow one (Python < 3.12)."""
+    left = set(tasks)
+    for _ in range(_CANCELS):
+        for task in left:
+            task.cancel()
+        if left:
+            _, left = await asyncio.wait(left, timeout=1)
 
 
 def _hold(rollout: Rollout) -> Held:

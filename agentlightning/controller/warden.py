@@ -98,6 +98,7 @@ class _Warden:
                 key.data()
         self._kill_rest()
         self._drain(outputs)
+        self._on_status()
         if self._launch_error:
             return {"launch_error": self._launch_error.decode(errors="replace")}
         return {"exit_code": self._exit_code}
@@ -129,17 +130,21 @@ class _Warden:
         for fd, output in outputs.items():
             os.set_blocking(fd, False)
             self._watch(fd, lambda fd=fd, output=output: self._copy(fd, output))
-        self._watch(status, lambda: self._on_status(status))
+        self._status = status
+        os.set_blocking(status, False)
+        self._watch(status, self._on_status)
         return outputs
 
     def _watch(self, source: Any, callback: Any) -> None:
         self._selector.register(source, selectors.EVENT_READ, callback)
 
-    def _on_status(self, fd: int) -> None:
-        data = os.read(fd, 65536)
-        self._launch_error += data
-        if not data:
-            self._selector.unregister(fd)
+    def _on_status(self) -> None:
+        """Why the agent could not start; the end of this pipe says that it did."""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self._status, 65536)
+            self._launch_error += data
+            if not data and self._status in self._selector.get_map():
+                self._selector.unregister(self._status)
 
     def _copy(self, fd: int, output: Output) -> bool:
         """Copies what is there; False at the end of the stream or when nothing is there."""

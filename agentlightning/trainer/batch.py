@@ -38,6 +38,22 @@ class Batch:
     def has_signal(self) -> bool:
         return any(row.advantage for row in self.rows)
 
+    @property
+    def consumed(self) -> frozenset[str]:
+        """The rollouts that the update uses up."""
+        return frozenset(row.sample.rollout_id for row in self.rows)
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(row.sample.trained_tokens for row in self.rows)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Rollouts left out, by reason."""
+        prefix = "rollouts_dropped/"
+        found = {n.removeprefix(prefix): v for n, v in self.metrics.items() if n.startswith(prefix)}
+        return {name: int(count) for name, count in found.items()}
+
 
 def build_batch(
     groups: Sequence[Sequence[Member]], *, loss: LossConfig, version: int, max_staleness: int

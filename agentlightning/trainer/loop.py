@@ -150,7 +150,7 @@ class Trainer:
         self._observer.step(line)
         self._watch_signal(batch)
         await self._checkpoint_if_due(clock)
-        return batch.excluded
+        return batch.dropped
 
     def _plan_groups(self) -> list[GroupPlan]:
         trainer, first = self._config.trainer, self._progress.next_group
@@ -163,7 +163,7 @@ class Trainer:
         return build_batch(
             [[(item.rollout, item.samples) for item in group] for group in groups],
             loss=self._config.trainer.loss,
-            policy_version=self._progress.policy_version,
+            version=self._progress.policy_version,
             max_staleness=self._config.trainer.max_staleness,
         )
 
@@ -216,7 +216,7 @@ class Trainer:
             **({} if update else {"event": "no_signal"}),
             **rollout_metrics(groups, seconds=seconds["rollouts"]),
             **batch.metrics,
-            "excluded": dict(batch.excluded),
+            "excluded": batch.dropped,
             "update": dict(update),
             "seconds": {name: round(value, 3) for name, value in seconds.items()},
             "training_seconds": round(self._progress.training_seconds, 3),
@@ -235,7 +235,7 @@ class Trainer:
         if not batch.rows and self._silent_steps >= _SILENT_STEPS_BEFORE_ALARM:
             raise TrainerError(
                 f"no rollout of the last {self._silent_steps} steps could be trained: "
-                f"{_counted(batch.excluded)}. See `agl rollouts list`."
+                f"{_counted(batch.dropped)}. See `agl rollouts list`."
             )
 
     # --- validation

@@ -23,8 +23,6 @@ def rollout_metrics(groups: Sequence[Sequence[Collected]], *, seconds: float) ->
     return {
         "reward": statistics.fmean(rewards) if rewards else None,
         "reward_std": statistics.pstdev(rewards) if rewards else None,
-        "groups": len(groups),
-        "rollouts": len(items),
         "rewarded": len(rewards),
         "outcomes": dict(
             Counter(item.rollout.outcome.kind for item in items if item.rollout.outcome)

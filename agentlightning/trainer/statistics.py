@@ -61,4 +61,4 @@ def t_quantile_975(degrees: int) -> float:
         (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384,
         (79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x) / 92160,
     )
-    return x + sum(term / degrees ** (k + 1) for k, term in enumerate(terms))
+    return math.fsum([x, *(term / degrees ** (k + 1) for k, term in enumerate(terms))])

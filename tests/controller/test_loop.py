@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
 
 from agentlightning.controller.loop import Controller
 from agentlightning.types import Rollout
+from tests.controller.waiting import appears
 from tests.fakes.store import MemoryStore
 
 Make = Callable[..., Rollout]
@@ -56,3 +63,165 @@ async def test_the_limit_holds(store: MemoryStore, controller: Start, rollout: M
     await store.until(lambda all_: sum(r.state == "running" for r in all_.values()) == 2)
     await asyncio.sleep(0)
     assert sum(r.state == "queuing" for r in store.rollouts.values()) == 3
+
+
+async def test_a_time_limit_keeps_the_state_apart_from_a_crash(
+    store: MemoryStore, controller: Start, rollout: Make
+) -> None:
+    controller()
+    each = rollout("trap '' TERM; while :; do sleep 0.05; done", config={"timeout_seconds": 0.2})
+    each.config["local"]["grace"] = 0.1
+    await store.add_rollouts([each])
+    [ended] = await store.until_ended("r1")
+    assert ended.outcome is not None
+    assert (ended.state, ended.outcome.kind, ended.outcome.exit_code) == (
+        "failed",
+        "time_limit",
+        -9,
+    )
+    assert ended.error_message == "ended after its time limit of 0.2 s"
+
+
+@pytest.mark.parametrize(
+    ("local", "what"),
+    [
+        ({"command": ["no-such-program"]}, "no-such-program"),
+        ({"command": ["a"], "python": "b"}, "exactly one"),
+        ({"command": ["{{ task.nope }}"]}, "nope"),
+        ({"python": "this", "preload": ["no_such_library"]}, "no_such_library"),
+    ],
+)
+async def test_a_launch_error_is_final_at_once(
+    store: MemoryStore, controller: Start, rollout: Make, local: dict[str, Any], what: str
+) -> None:
+    controller()
+    await store.add_rollouts([rollout(**local)])
+    [ended] = await store.until_ended("r1")
+    assert ended.outcome is not None
+    assert (ended.state, ended.outcome.kind, ended.attempt) == ("failed", "launch_error", 1)
+    assert ended.error_message is not None
+    assert what in ended.error_message
+
+
+async def test_a_cancelled_rollouts_processes_end(
+    store: MemoryStore, controller: Start, rollout: Make, tmp_path: Path
+) -> None:
+    controller()
+    mark = tmp_path / "mark"
+    await store.add_rollouts([rollout(f"echo $$ > {mark}; sleep 300")])
+    agent = psutil.Process(int(await appears(mark)))
+    await store.cancel("r1")
+    await asyncio.to_thread(psutil.wait_procs, [agent], 10)
+    assert not agent.is_running()
+    assert store.rollouts["r1"].state == "cancelled"
+
+
+async def test_a_lost_agent_is_run_again_until_no_attempt_is_left(
+    store: MemoryStore, controller: Start, rollout: Make
+) -> None:
+    controller()
+    await store.add_rollouts([rollout("kill -9 $PPID; sleep 300")])  # its warden, each time
+    [ended] = await store.until_ended("r1")
+    assert ended.outcome is not None
+    assert (ended.state, ended.outcome.kind, ended.attempt) == ("failed", "lost", 2)
+    assert [(attempt, outcome.kind) for attempt, outcome in store.lost] == [("r1-1", "lost")]
+
+
+async def test_two_controllers_share_the_work_and_start_nothing_twice(
+    store: MemoryStore, controller: Start, rollout: Make, tmp_path: Path
+) -> None:
+    first, second = controller(max_running=4), controller(max_running=4)
+    assert first.owner != second.owner
+    ids = [f"r{i}" for i in range(12)]
+    script = f"echo $AGL_ROLLOUT_ID >> {tmp_path}/started; sleep 0.1"
+    await store.add_rollouts([rollout(script, each) for each in ids])
+    ended = await store.until_ended(*ids)
+    assert {(each.state, each.attempt) for each in ended} == {("succeeded", 1)}
+    assert sorted((tmp_path / "started").read_text().split()) == sorted(ids)
+
+
+async def test_what_a_dead_controller_held_is_taken_over_after_its_lease(
+    store: MemoryStore, controller: Start, rollout: Make
+) -> None:
+    await store.add_rollouts([rollout("true")])
+    await store.claim("dead", limit=1, lease_seconds=0.2)
+    controller()
+    [ended] = await store.until_ended("r1")
+    assert (ended.state, ended.attempt, ended.attempt_id) == ("succeeded", 2, "r1-2")
+
+
+async def test_a_controller_that_stops_hands_over_at_once(
+    store: MemoryStore, controller: Start, rollout: Make, tmp_path: Path
+) -> None:
+    mark, go = tmp_path / "mark", tmp_path / "go"
+    first = controller(lease=600)
+    script = f"echo $$ >> {mark}; until [ -e {go} ]; do sleep 0.02; done"
+    await store.add_rollouts([rollout(script)])
+    agent = psutil.Process(int(await appears(mark)))
+    first.stop()
+    controller()
+    await appears(mark, lines=2)
+    assert not agent.is_running()
+    go.touch()
+    [ended] = await store.until_ended("r1")
+    assert (ended.state, ended.attempt) == ("succeeded", 2)
+
+
+async def test_kill_9_of_a_controller_ends_all_its_agents(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    program = f"""
+import asyncio, sys
+from pathlib import Path
+from agentlightning.config import ControllerConfig
+from agentlightning.controller.loop import run
+from agentlightning.types import Rollout
+from tests.fakes.store import MemoryStore
+
+async def main():
+    store = MemoryStore()
+    script = "trap '' TERM; (setsid sleep 300 & echo $! >> {mark}); echo $$ >> {mark}; sleep 300"
+    config = {{"local": {{"command": ["bash", "-c", script]}}}}
+    await store.add_rollouts([Rollout("r1", {{}}, config=config)])
+    await run(ControllerConfig(), store=store, gateway_url="http://127.0.0.1:9", admin_key="k",
+              root=Path({str(tmp_path)!r}))
+
+asyncio.run(main())
+"""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    ready = await process.stdout.readline()
+    assert ready == b"controller running local agents for http://127.0.0.1:9\n"
+    below = [psutil.Process(int(pid)) for pid in (await appears(mark, lines=2)).split()]
+    below += psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    await process.wait()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, below, 10)
+    assert alive == []
+
+
+async def test_a_tick_that_fails_is_repeated(
+    store: MemoryStore, controller: Start, rollout: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [ConnectionError("the gateway restarts")] * 2
+    claim, transition = store.claim, store.transition
+
+    async def failing_claim(*args: Any, **kwargs: Any) -> list[Rollout]:
+        if answers:
+            raise answers.pop()
+        return await claim(*args, **kwargs)
+
+    faults = [ConnectionError("again")]
+
+    async def failing_transition(*args: Any, **kwargs: Any) -> Rollout:
+        if faults:
+            raise faults.pop()
+        return await transition(*args, **kwargs)
+
+    monkeypatch.setattr(store, "claim", failing_claim)
+    monkeypatch.setattr(store, "transition", failing_transition)
+    controller()
+    await store.add_rollouts([rollout("true")])
+    [ended] = await store.until_ended("r1")
+    assert (ended.state, ended.attempt) == ("succeeded", 1)

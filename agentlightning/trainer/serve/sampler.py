@@ -46,6 +46,7 @@ class Drawn:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@torch.inference_mode()
 def draw(
     logits_BV: torch.Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]
 ) -> list[Drawn]:
@@ -66,7 +67,9 @@ def draw(
 
 def processed_logprobs(logits_BV: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     """Float32 log-probabilities that each row is drawn from; -inf where it cannot be drawn."""
-    logits_BV = logits_BV.float()
+    logits_BV = logits_BV.to(
+        torch.float32, copy=any(s.logit_bias or s.restricted for s in samplings)
+    )
     for row, sampling in enumerate(samplings):
         for token, bias in sampling.logit_bias.items():
             logits_BV[row, token] += bias
