@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, MutableMapping
+import ipaddress
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,6 +12,8 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.config import GatewayConfig
+from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.gateway.api import api_routes
 from agentlightning.gateway.attempts import Attempts
 from agentlightning.gateway.control import control_routes
 from agentlightning.gateway.forward import Forwarder
@@ -18,7 +22,8 @@ from agentlightning.gateway.metrics import Metrics
 from agentlightning.gateway.proxy import Proxy, Settings
 from agentlightning.gateway.relay import Relay
 from agentlightning.gateway.upstreams import Upstreams
-from agentlightning.store import Store
+from agentlightning.serving import listen, serve_app
+from agentlightning.store import Store, open_store
 from agentlightning.types import Json, Mode
 
 _CALLS = "/proxy/rollout/"
@@ -36,6 +41,68 @@ def build_app(
     return _Gateway(gateway, store, Settings(admin_key, sampling, gateway.max_body))
 
 
+def run(
+    gateway: GatewayConfig, *, store_url: str, sampling: Mapping[Mode, Mapping[str, Json]]
+) -> None:
+    """Serves until SIGTERM or SIGINT. ConfigError where it would be open to others."""
+    admin_key = gateway.key or os.environ.get("AGL_ADMIN_KEY", "")
+    if not admin_key and not _loopback(gateway.host):
+        raise ConfigError(
+            f"gateway.host is {gateway.host!r}, beyond loopback, and there is no key. Set "
+            "gateway.key or AGL_ADMIN_KEY, or bind to 127.0.0.1."
+        )
+    sock = listen(gateway.host, gateway.port)
+
+    def build(store: Store) -> ASGIApp:
+        return build_app(gateway, store, admin_key=admin_key, sampling=sampling)
+
+    opening = _OnStore(store_url, build)
+    try:
+        serve_app(opening, sock, name="gateway")
+    except SystemExit:
+        if opening.failure is None:
+            raise
+        raise opening.failure from None
+    finally:
+        sock.close()
+
+
+def _loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class _OnStore:
+    """Opens the store within the server's event loop and closes it last."""
+
+    def __init__(self, url: str, build: Callable[[Store], ASGIApp]) -> None:
+        self.failure: AgentLightningError | None = None
+        self._url = url
+        self._build = build
+        self._app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._app is not None:
+            await self._app(scope, receive, send)
+            return
+        try:
+            store = await open_store(self._url)
+        except AgentLightningError as error:
+            self.failure = error
+            await receive()
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        try:
+            self._app = self._build(store)
+            await self._app(scope, receive, send)
+        finally:
+            await store.close()
+
+
 class _Gateway:
     """Model calls go straight to the proxy, all else through Starlette."""
 
@@ -51,6 +118,7 @@ class _Gateway:
             *control_routes(
                 self._gate, self._upstreams, self._metrics, admin_key=settings.admin_key
             ),
+            *api_routes(store, admin_key=settings.admin_key),
         ]
         self._control = Starlette(routes=routes, lifespan=self._lifespan)
         self._proxy: Proxy | None = None
