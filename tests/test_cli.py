@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from agentlightning import cli
 from agentlightning.cli.commands import sampling, split
 from agentlightning.cli.rollouts import describe, diagnose
 from agentlightning.cli.settings import every_setting
@@ -30,10 +35,23 @@ from tests.fakes.model_server import Reply, ScriptedModelServer
 ROOT = Path(__file__).parent.parent
 
 
-def agl(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "40"}
-    command = [sys.executable, "-m", "agentlightning", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100)
+@dataclass(frozen=True)
+class Ended:
+    returncode: object
+    stdout: str
+    stderr: str
+
+
+def agl(*arguments: object, cwd: Path = ROOT) -> Ended:
+    """A command line in this process, as in a pipe."""
+    out, err, before = io.StringIO(), io.StringIO(), Path.cwd()
+    os.chdir(cwd)
+    try:
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+            cli.run(list(map(str, arguments)))
+    finally:
+        os.chdir(before)
+    return Ended(ended.value.code, out.getvalue(), err.getvalue())
 
 
 def call(call_id: str, rollout_id: str, prompt: list[int], *, trainable: bool = True) -> Call:
@@ -126,7 +144,7 @@ def test_logs(run: Path) -> None:
 
 
 def test_cancel(run: Path) -> None:
-    assert "3f9d-waits  cancelled\n" == agl("rollouts", "cancel", "3f9d", "--run", run).stdout
+    assert agl("rollouts", "cancel", "3f9d", "--run", run).stdout == "3f9d-waits  cancelled\n"
     assert "already" in agl("rollouts", "cancel", "3f9d", "--run", run).stdout
 
 
@@ -177,6 +195,14 @@ def test_errors_are_one_line_with_a_way_out(
     assert failed.stdout == ""
 
 
+def test_as_a_program_an_error_is_one_line_without_a_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "agentlightning", "rollouts", "list", "--run", "nowhere"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr == "nowhere holds no store.db. Give --run the folder of a run.\n"
+
+
 def test_help_documents_every_key() -> None:
     text = agl("train", "--help").stdout
     assert not [each.key for each in every_setting() if each.key not in text]
@@ -198,8 +224,6 @@ def test_config_check_prints_what_results_without_the_key() -> None:
 
 
 async def test_doctor_says_whether_an_upstream_is_trainable() -> None:
-    import asyncio
-
     async with ScriptedModelServer(lambda _: Reply("abc", fault="no_logprobs")) as server:
         shown = await asyncio.to_thread(
             agl, "doctor", "--upstream", server.url, "--model", "policy"

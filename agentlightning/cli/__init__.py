@@ -32,20 +32,21 @@ app.add_typer(settings.app, name="config")
 
 def main() -> None:
     """``agl``: a known error is one line on stderr and the exit code of its class."""
-    _run(sys.argv[1:])
+    run(sys.argv[1:])
 
 
 def gateway_main() -> None:
     """``agl-server``: the gateway."""
-    _run(["gateway", *sys.argv[1:]])
+    run(["gateway", *sys.argv[1:]])
 
 
 def controller_main() -> None:
     """``agl-controller``: the rollout controller."""
-    _run(["controller", *sys.argv[1:]])
+    run(["controller", *sys.argv[1:]])
 
 
-def _run(arguments: list[str]) -> None:
+def run(arguments: list[str]) -> None:
+    """Runs one command line and exits with its code."""
     try:
         app(arguments, prog_name="agl")
     except AgentLightningError as error:

@@ -15,6 +15,7 @@ from agentlightning.config import (
     SamplingConfig,
     ServeConfig,
     load_section,
+    read_tree,
 )
 from agentlightning.config import ValidationConfig as Validation
 from agentlightning.errors import ConfigError, ServiceError
@@ -74,16 +75,18 @@ def gateway(
     fd: Fd = None,
 ) -> None:
     """Start the gateway; it prints its address when it is ready."""
-    from agentlightning.gateway.app import run
-
     path, overrides = split(settings)
     overrides += _given("gateway", host=host, port=8181 if port is None and not path else port)
     section = load_section(GatewayConfig, "gateway", path, overrides)
     section = section.model_copy(update={"key": key}) if key else section
+    modes = sampling(path, overrides)
     _inherit(fd)
     configure_logging()
     end_with_parent()
-    run(section, store_url=store, sampling=sampling(path, overrides))
+
+    from agentlightning.gateway.app import run  # after the checks: an error comes at once
+
+    run(section, store_url=store if "://" in store else f"sqlite:///{store}", sampling=modes)
 
 
 def controller(
@@ -135,9 +138,6 @@ def serve(
     fd: Fd = None,
 ) -> None:
     """Start the embedded model server; it prints its address when it is ready."""
-    from agentlightning.config import read_tree
-    from agentlightning.trainer.serve import run
-
     path, overrides = split(settings)
     section = load_section(ServeConfig, "serve", path, overrides)
     tree = read_tree(path, overrides)
@@ -148,6 +148,9 @@ def serve(
     _inherit(fd)
     configure_logging()
     end_with_parent()
+
+    from agentlightning.trainer.serve import run  # after the checks: it takes seconds
+
     run(
         section,
         model=name,

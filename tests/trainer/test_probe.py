@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -50,8 +51,6 @@ class Server:
         body = self.body(asked["temperature"])
         if not asked.get("stream"):
             return JSONResponse(body)
-        import json
-
         return Response(f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n")
 
     def body(self, temperature: float) -> dict[str, Any]:
