@@ -96,7 +96,8 @@ def main() -> None:
         seed=0,
     )
     print(
-        f"{policy.description}; {len(rows)} rows, {tokens} tokens, {torch.get_num_threads()} threads"
+        f"{policy.description}; {len(rows)} rows, {tokens} tokens, "
+        f"{torch.get_num_threads()} threads"
     )
     ours = measure(lambda: policy.update(rows), arguments.repeat)
     dtype = next(policy._model.parameters()).dtype
