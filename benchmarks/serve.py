@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -37,7 +38,6 @@ run(ServeConfig(), model=sys.argv[1], served_name="bench")
 def prompts(count: int, rng: random.Random, shared: int) -> list[list[int]]:
     """Prompts of random ids, of which the first ``shared`` are the same in all."""
     head = [rng.randrange(100, 40000) for _ in range(shared)]
-    lengths = [PROMPT_TOKENS + rng.randrange(-10, 11) if count > 1 else PROMPT_TOKENS] * 1
     lengths = [PROMPT_TOKENS + rng.randrange(-8, 9) for _ in range(count)]
     return [head + [rng.randrange(100, 40000) for _ in range(n - shared)] for n in lengths]
 
@@ -73,14 +73,15 @@ async def ask(url: str, batch: list[list[int]]) -> None:
         await asyncio.gather(*(one(session, prompt) for prompt in batch))
 
 
-def best(work: Callable[[list[list[int]]], None], batches: list[list[list[int]]]) -> list[float]:
-    """Seconds of each batch."""
-    seconds = []
-    for batch in batches:
-        start = time.perf_counter()
-        work(batch)
-        seconds.append(time.perf_counter() - start)
-    return seconds
+def serve(url: str, batch: list[list[int]]) -> None:
+    asyncio.run(ask(url, batch))
+
+
+def timed(work: Callable[[], None]) -> float:
+    """Seconds that ``work`` takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -114,8 +115,8 @@ def compare(model: torch.nn.Module, url: str, rounds: int) -> None:
         theirs, ours = [], []
         for _ in range(rounds):
             batch = prompts(count, rng, shared)
-            theirs += best(lambda b: generate(model, b), [batch])
-            ours += best(lambda b: asyncio.run(ask(url, b)), [batch])
+            theirs.append(timed(partial(generate, model, batch)))
+            ours.append(timed(partial(serve, url, batch)))
         tokens = count * NEW_TOKENS
         print(
             f"{count:>8} {shared:>6} {tokens / min(theirs):>9.0f} {tokens / min(ours):>7.0f}"

@@ -60,6 +60,7 @@ def build_app(
     version: int = 0,
 ) -> Starlette:
     """The server as an ASGI application; its lifespan starts and ends the engine."""
+    template = _template_text(chat_template)
     tokenizer = load_tokenizer(tokenizer_folder or folder)
     device = pick_device(config.device)
     if device.type == "cpu":
@@ -78,7 +79,7 @@ def build_app(
         ),
         vocabulary=runner.vocabulary,
         eos_ids=eos_ids(folder, tokenizer),
-        chat_template=_template_text(chat_template),
+        chat_template=template,
     )
     engine = Engine(
         runner,
