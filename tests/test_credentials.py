@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import jwt
 import pytest
 from hypothesis import given
@@ -11,7 +13,11 @@ from agentlightning.errors import CredentialError
 
 def test_an_attempts_credential_carries_its_attempt_and_scopes() -> None:
     token = sign("secret", "a/b:0", "1", scopes=["call", "reward"], seconds=60)
-    assert check("secret", token) == Credential(False, "a/b:0", "1", frozenset({"call", "reward"}))
+    found = check("secret", token)
+    assert found == Credential(
+        False, "a/b:0", "1", frozenset({"call", "reward"}), expires_at=found.expires_at
+    )
+    assert 0 < found.expires_at - time.time() <= 60
 
 
 def test_the_admin_key_is_admin_and_others_are_not() -> None:
