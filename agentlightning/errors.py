@@ -78,3 +78,11 @@ class ModelError(TrainerError):
 
 class ServiceError(AgentLightningError):
     """A service could not start or died too often."""
+
+
+class Interrupted(AgentLightningError):
+    """A signal ended the work; the command line's exit code is 128 and the signal's number."""
+
+    def __init__(self, text: str, *, signal_number: int) -> None:
+        super().__init__(text)
+        self.exit_code = 128 + signal_number

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from agentlightning.cli.display import Display
 from agentlightning.cli.services import ServiceSpec, Supervisor
 from agentlightning.config import Config, load_config, read_tree
-from agentlightning.errors import ConfigError, NotTrainable
+from agentlightning.errors import ConfigError, Interrupted, NotTrainable
 from agentlightning.serving import bound_url, listen
 from agentlightning.store import open_store
 from agentlightning.trainer.checkpoint import latest_checkpoint
@@ -209,10 +209,22 @@ def _refuse_other_run(config: Config, folder: RunFolder) -> None:
 async def _ended_by_signals(work: Coroutine[Any, Any, T]) -> T:
     """Runs ``work``; SIGTERM and SIGINT cancel it, so that every service is ended in order."""
     task = asyncio.ensure_future(work)
-    loop = asyncio.get_running_loop()
+    received: list[int] = []
+
+    def end(number: int) -> None:
+        received.append(number)
+        task.cancel()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
-    return await task
+        asyncio.get_running_loop().add_signal_handler(number, end, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        raise Interrupted(
+            "interrupted; go on from the last checkpoint with --resume", signal_number=received[0]
+        ) from None
 
 
 def _show_end(result: RunResult, folder: RunFolder, display: Display) -> None:
