@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
-from uuid import uuid4
 
 from agentlightning.config import Config, launch_config
 from agentlightning.errors import ConfigError, TrainerError
@@ -26,18 +25,17 @@ from agentlightning.trainer.checkpoint import (
     save_checkpoint,
 )
 from agentlightning.trainer.collect import Collected, Collector, GroupPlan
+from agentlightning.trainer.ledger import Ledger
 from agentlightning.trainer.metrics import rollout_metrics
 from agentlightning.trainer.policy import Policy
 from agentlightning.trainer.publish import Publisher
 from agentlightning.trainer.run_folder import RunFolder
 from agentlightning.trainer.statistics import Estimate, estimate
 from agentlightning.trainer.tasks import Task, TaskOrder, load_tasks
-from agentlightning.types import Event
 
 log = logging.getLogger(__name__)
 
 _SILENT_STEPS_BEFORE_ALARM = 3
-_LOST = "lost_rollouts"
 
 
 class Observer(Protocol):
@@ -101,7 +99,7 @@ class Trainer:
     ) -> None:
         self._config = config
         self._folder = folder
-        self._store = store
+        self._ledger = Ledger(store)
         self._policy = policy
         self._publisher = publisher
         self._observer = observer
@@ -290,41 +288,13 @@ class Trainer:
             self._progress = load_progress(checkpoint)
             await asyncio.to_thread(self._policy.load, checkpoint / "training")
         dropped = self._folder.drop_metrics_after(self._progress.step)
-        self._collector.lineage = self._lineage()
-        self._collector.lost = await self._lost_rollouts()
-        await self._record_consumed()
+        self._collector.lineage = await self._ledger.next_lineage()
+        self._collector.lost = await self._ledger.lost(self._progress)
+        await self._ledger.record_consumed(self._progress, since=0)
         self._observer.warn(
             f"resumed after step {self._progress.step}; {dropped} later steps and "
             f"{len(self._collector.lost)} rollouts of lost weights are left out"
         )
-
-    def _lineage(self) -> int:
-        """A number that no earlier part of the run used: resumes may follow one checkpoint."""
-        path = self._folder.path / "resumes"
-        number = int(path.read_text()) + 1 if path.exists() else 1
-        path.write_text(str(number))
-        return number
-
-    async def _lost_rollouts(self) -> frozenset[str]:
-        """The rollouts that sampled from weights which no longer exist, now or at an earlier
-        resume (version numbers are used again, so the store remembers them). Those that still
-        run are cancelled."""
-        known = frozenset(await self._store.setting(_LOST) or [])
-        lost, after = set[str](), None
-        while page := await self._store.list_rollouts(after=after, limit=500):
-            after = page[-1].rollout_id
-            for rollout in page:
-                if rollout.rollout_id in known or rollout.rollout_id in self._progress.consumed:
-                    continue
-                if await self._saw_lost_weights(rollout.rollout_id):
-                    await self._store.cancel(rollout.rollout_id)
-                    lost.add(rollout.rollout_id)
-        await self._store.set_setting(_LOST, sorted(known | lost))
-        return known | lost
-
-    async def _saw_lost_weights(self, rollout_id: str) -> bool:
-        calls = await self._store.calls(rollout_id)
-        return any((call.version_end or 0) > self._progress.policy_version for call in calls)
 
     async def _checkpoint_if_due(self, clock: _Clock) -> None:
         every, step = self._config.trainer.checkpoint_every, self._progress.step
@@ -339,29 +309,12 @@ class Trainer:
             keep=self._config.trainer.keep_checkpoints,
         )
         clock.lap("checkpoint")
-        await self._record_consumed()
+        await self._ledger.record_consumed(self._progress, since=self._last_checkpoint())
 
-    async def _record_consumed(self) -> None:
-        """Says in the store which step of the checkpoint consumed which rollout, once each."""
-        every = self._config.trainer.checkpoint_every or self._progress.step
-        recent = [
-            (rollout_id, step)
-            for rollout_id, step in self._progress.consumed.items()
-            if step > self._progress.step - every
-        ]
-        await asyncio.gather(*(self._record_one(*item) for item in recent))
-
-    async def _record_one(self, rollout_id: str, step: int) -> None:
-        rollout = await self._store.get_rollout(rollout_id)
-        event = Event(
-            uuid4().hex,
-            rollout_id,
-            rollout.attempt_id or "",
-            "trained",
-            {"step": step},
-            time.time(),
-        )
-        await self._store.add_event(event, idempotency_key=f"trained-{rollout_id}")
+    def _last_checkpoint(self) -> int:
+        """The step of the checkpoint before the current one, or an earlier one."""
+        every = self._config.trainer.checkpoint_every
+        return self._progress.step - every if every else 0
 
     def _show_rollouts(self, done: int, total: int) -> None:
         self._observer.phase("rollouts", done, total)
