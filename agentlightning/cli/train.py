@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ def _run(config: Config, folder: RunFolder, *, resume: bool, display: Display) -
 
 
 async def _train(config: Config, folder: RunFolder, *, resume: bool, display: Display) -> None:
+    started = time.monotonic()
     shutil.rmtree(folder.weights)  # what a resumed run serves first comes from its checkpoint
     folder.weights.mkdir()
     model = await asyncio.to_thread(resolve_model, config.model)
@@ -74,7 +76,10 @@ async def _train(config: Config, folder: RunFolder, *, resume: bool, display: Di
         display.fact("check", await _check(services.server_url))
         async with _trainer(config, folder, services, policy, display) as trainer:
             result = await services.supervisor.unless_failed(trainer.run(resume=resume))
-    folder.write_summary(summarise(config, result, policy=policy.description))
+    summary = summarise(
+        config, result, policy=policy.description, wall_seconds=time.monotonic() - started
+    )
+    folder.write_summary(summary)
     plot_rewards(folder.metrics(), result, folder.plot_file)
     _show_end(result, folder, display)
 

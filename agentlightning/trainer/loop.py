@@ -79,7 +79,6 @@ class RunResult:
     progress: Progress
     before: Validation | None = None
     after: Validation | None = None
-    wall_seconds: float = 0.0
     excluded: dict[str, int] = field(default_factory=dict)
 
 
@@ -118,7 +117,6 @@ class Trainer:
 
     async def run(self, *, resume: bool = False) -> RunResult:
         """Trains to ``trainer.updates`` steps; with ``resume`` from the last checkpoint."""
-        started = time.monotonic()
         result = RunResult(self._progress)
         if resume:
             await self._restore()
@@ -130,7 +128,6 @@ class Trainer:
         if self._config.trainer.updates > 0:
             result.after = await self._validate("after", step=self._config.trainer.updates)
         result.progress = self._progress
-        result.wall_seconds = time.monotonic() - started
         return result
 
     # --- one step
@@ -308,7 +305,10 @@ class Trainer:
             self._progress,
             keep=self._config.trainer.keep_checkpoints,
         )
-        clock.lap("checkpoint")
+        seconds = clock.lap("checkpoint")
+        self._progress = replace(
+            self._progress, training_seconds=self._progress.training_seconds + seconds
+        )
         await self._ledger.record_consumed(self._progress, since=self._last_checkpoint())
 
     def _last_checkpoint(self) -> int:
@@ -330,10 +330,12 @@ class _Clock:
         self._started = self._last = time.monotonic()
         self.laps: dict[str, float] = {}
 
-    def lap(self, name: str) -> None:
+    def lap(self, name: str) -> float:
+        """Ends a phase; its seconds."""
         now = time.monotonic()
         self.laps[name] = now - self._last
         self._last = now
+        return self.laps[name]
 
     @property
     def total(self) -> float:

@@ -15,8 +15,12 @@ from agentlightning.trainer.loop import RunResult, Validation
 from agentlightning.trainer.statistics import Estimate
 
 
-def summarise(config: Config, result: RunResult, *, policy: str) -> dict[str, Any]:
-    """The content of ``summary.json``. Rewards are means, intervals are 95 %."""
+def summarise(
+    config: Config, result: RunResult, *, policy: str, wall_seconds: float
+) -> dict[str, Any]:
+    """The content of ``summary.json``. Rewards are means, intervals are 95 %. ``wall_seconds`` is
+    the whole command's, start and validations included; ``training_wall_s`` that of the steps
+    with their checkpoints, over all parts of a resumed run."""
     progress = result.progress
     return {
         "model": config.model,
@@ -30,7 +34,7 @@ def summarise(config: Config, result: RunResult, *, policy: str) -> dict[str, An
         "excluded": result.excluded,
         "tokens": {"generated": progress.tokens_generated, "trained": progress.tokens_trained},
         "training_wall_s": round(progress.training_seconds, 2),
-        "wall_s": round(result.wall_seconds, 2),
+        "wall_s": round(wall_seconds, 2),
         "validation": _validation(result.before, result.after),
         "versions": _versions(),
         "hardware": hardware(),
