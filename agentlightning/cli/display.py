@@ -30,7 +30,7 @@ class Display:
         self._live = Live(console=self._console, transient=True, auto_refresh=False)
         self._headed = False
         self._started = time.monotonic()
-        self._last_step = ""
+        self._done, self._steps, self._step_seconds = 0, 0, 0.0
 
     def __enter__(self) -> Display:
         if self._console.is_terminal:
@@ -45,17 +45,25 @@ class Display:
         self._console.print(Text(f"{name:<8} {text}"))
 
     def phase(self, name: str, done: int, total: int) -> None:
-        count = f" {done} of {total}" if total > 1 else ""
-        text = f"{self._last_step}{name}{count}  {_clock(time.monotonic() - self._started)}"
         if self._live.is_started:
-            self._live.update(Text(text, style="dim"), refresh=True)
+            self._live.update(Text(self._phase_line(name, done, total), style="dim"), refresh=True)
+
+    def _phase_line(self, name: str, done: int, total: int) -> str:
+        step = f"step {self._done + 1} of {self._steps}: " if self._done < self._steps else ""
+        count = f" {done} of {total}" if total > 1 else ""
+        elapsed = _clock(time.monotonic() - self._started)
+        left = _clock(self._step_seconds * (self._steps - self._done)) if step else ""
+        return (
+            f"{step}{name}{count}   {elapsed} elapsed{left and f', about {left} of training left'}"
+        )
 
     def step(self, line: Mapping[str, Any]) -> None:
         if not self._headed:
             self._console.print(Text(_HEADER, style="bold"))
             self._headed = True
         self._console.print(Text(step_row(line)))
-        self._last_step = f"step {line['step']} of {line['steps']} done, next: "
+        self._done, self._steps = line["step"], line["steps"]
+        self._step_seconds = line["training_seconds"] / line["step"]
 
     def validation(self, name: str, reward: Estimate) -> None:
         self.fact(name, f"{reward.n} tasks, reward {reward.mean:.2f} ± {reward.half_width:.2f}")

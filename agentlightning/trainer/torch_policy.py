@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -366,4 +367,6 @@ def _with_lora(model: Any, lora: LoraConfig) -> Any:
         target_modules=lora.targets,
         task_type="CAUSAL_LM",
     )
-    return peft.get_peft_model(model, settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks for names that were changed
+        return peft.get_peft_model(model, settings)
