@@ -38,7 +38,7 @@ def test_piped_output_is_plain_lines_without_the_live_one() -> None:
         display.warn("look here")
     lines = output.getvalue().splitlines()
     assert lines[0].split()[:2] == ["step", "reward"]
-    assert lines[2] == "after    4 tasks, reward 0.75 ± 0.80"
+    assert lines[2] == "after    4 tasks, reward 0.75 ± 0.79"
     assert lines[3] == "warning  look here"
     assert "rollouts 3" not in output.getvalue()
 

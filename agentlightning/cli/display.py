@@ -49,12 +49,14 @@ class Display:
             self._live.update(Text(self._phase_line(name, done, total), style="dim"), refresh=True)
 
     def _phase_line(self, name: str, done: int, total: int) -> str:
-        step = f"step {self._done + 1} of {self._steps}: " if self._done < self._steps else ""
         count = f" {done} of {total}" if total > 1 else ""
         elapsed = _clock(time.monotonic() - self._started)
-        left = _clock(self._step_seconds * (self._steps - self._done)) if step else ""
+        if self._done == self._steps:
+            return f"{name}{count}   {elapsed} elapsed"
+        left = _clock(self._step_seconds * (self._steps - self._done))
         return (
-            f"{step}{name}{count}   {elapsed} elapsed{left and f', about {left} of training left'}"
+            f"step {self._done + 1} of {self._steps}: {name}{count}   "
+            f"{elapsed} elapsed, about {left} of training left"
         )
 
     def step(self, line: Mapping[str, Any]) -> None:
