@@ -116,7 +116,8 @@ def started(*argv: str, log: Path, ready: str) -> Iterator[tuple[str, psutil.Pro
 def rollout(rollout_id: str, folder: Path) -> Rollout:
     local = {
         "python": str(folder / "agent.py"),
-        "preload": ["openai"],
+        "preload": [str(ROOT / "examples/warm_openai.py")],
+        "env": {"SSL_CERT_DIR": "/etc/ssl/certs"},
         "evaluate": {"python": f"{folder}/evaluator.py:reward"},
         "workspace": {"keep": "never"},
     }
