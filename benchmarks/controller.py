@@ -6,7 +6,8 @@ The real path: a gateway process over a SQLite file, a controller process over H
 model server that answers with ids and logprobs, and agents that make one call with the openai
 SDK and are then judged by a Python function. Both halves run the same unmodified agent against
 the same gateway, 16 at once. The first goes through the controller: queued, claimed, started,
-called, recorded, evaluated, finished. The second only starts processes and awaits them.
+called, recorded, evaluated, finished, with the launch spec that docs/operations.md gives for
+many agents a second. The second only starts processes and awaits them.
 
 CPU time is user and system, of each process with all that it started; the model server's is
 left out. The wait from queued to the agent's first line is measured with nothing else running.
