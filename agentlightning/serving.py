@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -17,6 +18,8 @@ from agentlightning.errors import ServiceError
 
 LISTEN_FD = "AGL_LISTEN_FD"
 """Variable with the number of a listening socket that was inherited from the parent."""
+
+_PR_SET_DUMPABLE = 4
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -93,6 +96,13 @@ def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def hide_from_agents() -> None:
+    """Takes our memory and environment, and with them the admin key, out of the reach of other
+    processes of our user (Linux; root still reads all)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def configure_logging(level: str = "INFO") -> None:

@@ -21,6 +21,7 @@ from agentlightning.cli.settings import every_setting
 from agentlightning.store import Store, open_store
 from agentlightning.store.protocol import Transition
 from agentlightning.types import (
+    Attempt,
     Call,
     Completion,
     Event,
@@ -246,6 +247,17 @@ def test_settings_on_the_command_line() -> None:
 def test_a_running_rollout_after_a_lost_attempt() -> None:
     rollout = Rollout("r", {}, state="running", attempt=2, attempt_id="a2", started_at=1.0)
     assert next(describe(rollout, (), (), ())).startswith("rollout r  running  attempt 2 of 2")
+
+
+def test_an_attempt_that_was_given_up_leaves_as_many_as_before() -> None:
+    rollout = Rollout("r", {}, state="running", attempt=2, attempt_id="a2", started_at=1.0)
+    attempts = [
+        Attempt("r", "a1", 1, 0.0, ended_at=1.0, outcome=Outcome("cancelled", message="stopped")),
+        Attempt("r", "a2", 2, 1.0),
+    ]
+    assert next(describe(rollout, attempts, (), ())).startswith(
+        "rollout r  running  attempt 2 of 3"
+    )
 
 
 def test_diagnosis_without_a_known_fault_gives_the_last_lines_only() -> None:

@@ -19,7 +19,7 @@ from agentlightning.config import (
 )
 from agentlightning.config import ValidationConfig as Validation
 from agentlightning.errors import ConfigError, ServiceError
-from agentlightning.serving import LISTEN_FD, configure_logging, end_with_parent
+from agentlightning.serving import LISTEN_FD, configure_logging, end_with_parent, hide_from_agents
 from agentlightning.types import Json, Mode
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")]
@@ -83,6 +83,7 @@ def gateway(
     _inherit(fd)
     configure_logging()
     end_with_parent()
+    hide_from_agents()
 
     from agentlightning.gateway.app import run  # after the checks: an error comes at once
 
@@ -108,6 +109,7 @@ def controller(
     admin_key = key or os.environ.get("AGL_ADMIN_KEY", "")
     configure_logging()
     end_with_parent()
+    hide_from_agents()
 
     async def serve() -> None:
         store = await open_store(gateway, key=admin_key)

@@ -162,7 +162,8 @@ def describe(
     rollout: Rollout, attempts: Sequence[Attempt], calls: Sequence[Call], events: Sequence[Event]
 ) -> Iterator[str]:
     """The first line says how it stands; then what else is known, a line each."""
-    last = rollout.config.get("max_attempts", 2)
+    before = [each.outcome.kind for each in attempts[:-1] if each.outcome is not None]
+    last = rollout.config.get("max_attempts", 2) + before.count("cancelled")
     yield (
         f"rollout {rollout.rollout_id}  {rollout.state}  attempt {rollout.attempt} of {last}"
         f"  {how_it_ended(rollout, calls)}"

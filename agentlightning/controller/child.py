@@ -8,6 +8,7 @@ import gc
 import importlib
 import inspect
 import os
+import pkgutil  # noqa: F401  # runpy imports it late, in each agent anew
 import random
 import runpy
 import signal

@@ -3,6 +3,7 @@ the folders that :func:`prepare` makes."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import StrictUndefined
+from jinja2 import StrictUndefined, Template
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import SandboxedEnvironment
 from pydantic import ValidationError
@@ -106,9 +107,8 @@ def time_limit(launch: LaunchConfig) -> float:
     return launch.timeout_seconds or DEFAULT_TIME_LIMIT
 
 
-def prepare(rollout: Rollout, where: Folders) -> None:
-    """Makes the attempt's folders, fills the workspace, writes the task."""
-    source = local_launch(parse(rollout)).workspace.copy_from
+def prepare(rollout: Rollout, where: Folders, source: str | None) -> None:
+    """Makes the attempt's folders, fills the workspace from ``source``, writes the task."""
     where.home.mkdir(parents=True, exist_ok=True)
     where.task.write_text(json.dumps(rollout.input))
     if source is None:
@@ -123,9 +123,11 @@ def prepare(rollout: Rollout, where: Folders) -> None:
         ) from error
 
 
-def process_spec(rollout: Rollout, where: Folders, gateway: Gateway) -> ProcessSpec:
-    """What the fork server starts for the rollout's current attempt."""
-    launch = parse(rollout)
+def process_spec(
+    rollout: Rollout, launch: LaunchConfig, where: Folders, gateway: Gateway
+) -> ProcessSpec:
+    """What the fork server starts for the rollout's current attempt; ``launch`` is its
+    :func:`parse`."""
     local = local_launch(launch)
     render = Renderer(rollout.input, launch.model)
     kind, target, args = _program(local, render)
@@ -136,7 +138,7 @@ def process_spec(rollout: Rollout, where: Folders, gateway: Gateway) -> ProcessS
         cwd=str(where.workspace),
         stdout=str(where.stdout),
         stderr=str(where.stderr),
-        env=environment(rollout, where, gateway),
+        env=_environment(rollout, launch, where, gateway),
         preload=() if kind == "command" else tuple(local.preload),
         output_limit=local.output_limit,
     )
@@ -151,12 +153,11 @@ class Renderer:
     """
 
     def __init__(self, task: Json, model: str | None) -> None:
-        self._environment = SandboxedEnvironment(undefined=StrictUndefined, autoescape=False)
         self._values = {"task": task, "model": model or ""}
 
     def text(self, template: str, where: str) -> str:
         try:
-            return self._environment.from_string(template).render(self._values)
+            return _template(template).render(self._values)
         except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
             raise LaunchError(
                 f"config.local.{where} {template!r}: {error}. Templates see `task` "
@@ -164,10 +165,17 @@ class Renderer:
             ) from error
 
 
-def environment(rollout: Rollout, where: Folders, gateway: Gateway) -> dict[str, str]:
+@functools.lru_cache(maxsize=256)
+def _template(text: str) -> Template:
+    """Compiling one takes longer than all else in starting an agent; many rollouts share one."""
+    return SandboxedEnvironment(undefined=StrictUndefined, autoescape=False).from_string(text)
+
+
+def _environment(
+    rollout: Rollout, launch: LaunchConfig, where: Folders, gateway: Gateway
+) -> dict[str, str]:
     """The whole environment of an agent. Later entries win: ours, ``pass_env``, ``env_map``,
     ``env``."""
-    launch = parse(rollout)
     local = local_launch(launch)
     render = Renderer(rollout.input, launch.model)
     env = base_environment(where) | _addresses(rollout, launch, gateway) | _task(rollout, where)

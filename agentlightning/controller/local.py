@@ -7,6 +7,7 @@ import shutil
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from agentlightning.controller import launch
 from agentlightning.controller.launch import Folders, Gateway
@@ -22,8 +23,8 @@ _CLOSE_WAIT = 15.0
 @dataclass(slots=True)
 class _Agent:
     job: Job
-    rollout: Rollout
     where: Folders
+    keep: Literal["always", "failed", "never"]
     process: Process | None = None
     watcher: asyncio.Task[None] | None = None
 
@@ -49,14 +50,16 @@ class LocalRunner:
         if attempt in self._agents:
             return self._agents[attempt].job
         where = launch.folders(self._root, rollout)
-        spec = launch.process_spec(rollout, where, self._gateway)
+        config = launch.parse(rollout)
+        workspace = launch.local_launch(config).workspace
+        spec = launch.process_spec(rollout, config, where, self._gateway)
         job = Job(rollout.rollout_id, attempt, started_at=time.time(), workspace=where.workspace)
-        agent = self._agents[attempt] = _Agent(job, rollout, where)
+        agent = self._agents[attempt] = _Agent(job, where, keep=workspace.keep)
         try:
-            if launch.local_launch(launch.parse(rollout)).workspace.copy_from is None:
-                launch.prepare(rollout, where)
+            if workspace.copy_from is None:
+                launch.prepare(rollout, where, None)
             else:
-                await asyncio.to_thread(launch.prepare, rollout, where)
+                await asyncio.to_thread(launch.prepare, rollout, where, workspace.copy_from)
             agent.process = await self._servers.spawn(spec)
         except BaseException:
             del self._agents[attempt]
@@ -101,9 +104,8 @@ class LocalRunner:
         self._changed.set()
 
     def _clean(self, agent: _Agent, job: Job) -> None:
-        keep = launch.local_launch(launch.parse(agent.rollout)).workspace.keep
         failed = job.outcome is None or job.outcome.kind != "completed"
-        if keep == "always" or (keep == "failed" and failed):
+        if agent.keep == "always" or (agent.keep == "failed" and failed):
             return
         shutil.rmtree(agent.where.workspace, ignore_errors=True)
         shutil.rmtree(agent.where.home, ignore_errors=True)

@@ -1,9 +1,9 @@
 """The controller: one loop that holds rollouts and does what :func:`plan` says.
 
 Level-triggered: what happens outside only wakes it; each turn looks at everything it holds.
-On SIGTERM or SIGINT it claims no more, ends all its agents, and lets their leases end at
-once, so that another controller, or the same one started again, runs these rollouts as new
-attempts. A rollout without attempts left is then ``failed`` as ``lost``.
+On SIGTERM or SIGINT it claims no more, ends all its agents, and gives their rollouts up, so
+that another controller, or the same one started again, runs them as new attempts; the attempts
+that it broke off do not count for ``max_attempts``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ log = logging.getLogger(__name__)
 
 _CLAIM_WAIT = 5.0
 _LONGEST_BACKOFF = 5.0
-_LET_GO = 0.001
 _CANCELS = 3
 
 Changes = Mapping[str, Any]
@@ -68,6 +67,7 @@ class Controller:
         self._config = config
         self._held: dict[str, Held] = {}
         self._actions: set[asyncio.Task[None]] = set()
+        self._evaluations: dict[str, asyncio.Future[None]] = {}
         self._wake = asyncio.Event()
         self._slot_free = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -147,6 +147,8 @@ class Controller:
             held = self._held.get(rollout_id)
             if held and held.attempt_id == attempt_id and (rollout_id, attempt_id) not in ours:
                 self._held[rollout_id] = replace(held, gone=True)
+                if attempt_id in self._evaluations:
+                    self._evaluations[attempt_id].cancel()
                 self._wake.set()
 
     async def _watch(self) -> None:
@@ -214,12 +216,25 @@ class Controller:
         return {}
 
     async def _evaluate(self, action: Evaluate) -> Changes:
+        held = action.held
+        work = self._evaluator.evaluate(held.rollout, action.job, action.outcome)
+        evaluation = self._evaluations[held.attempt_id] = asyncio.ensure_future(work)
         try:
-            await self._evaluator.evaluate(action.held.rollout, action.job, action.outcome)
+            await evaluation
+        except asyncio.CancelledError:
+            if not self._is_gone(held):
+                raise
+            return {}
         except EvaluatorError as error:
             log.warning("controller: %s: %s", _name(action), error)
-            return {"evaluator_faults": (*action.held.evaluator_faults, str(error))}
+            return {"evaluator_faults": (*held.evaluator_faults, str(error))}
+        finally:
+            del self._evaluations[held.attempt_id]
         return {"evaluated": True}
+
+    def _is_gone(self, held: Held) -> bool:
+        now = self._held.get(held.rollout.rollout_id)
+        return now is not None and now.attempt_id == held.attempt_id and now.gone
 
     async def _retry(self, action: Retry) -> Changes | None:
         held = action.held
@@ -264,7 +279,7 @@ class Controller:
             return
         log.info("controller: stopped; %d rollouts are left for the next controller", len(held))
         try:
-            await self._store.renew(self.owner, held, lease_seconds=_LET_GO)
+            await self._store.renew(self.owner, held, lease_seconds=0)
         except Exception:
             log.exception("controller: leases not given up; they end by themselves")
 

@@ -8,8 +8,9 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,9 @@ from agentlightning.errors import LaunchError
 
 _PRELOAD_WAIT = 120.0
 """Longest time, in seconds, that the imports of a fork server may take."""
+
+_PRELOAD_RETRY = 15.0
+"""Seconds until a preload that failed is tried again: it may have been mended."""
 
 _SERVER_ENV = ("PATH", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR")
 
@@ -75,6 +79,7 @@ class ForkServers:
     def __init__(self, log: Path) -> None:
         self._log = log
         self._servers: dict[tuple[str, ...], asyncio.Task[_Server]] = {}
+        self._failed: dict[tuple[str, ...], tuple[float, LaunchError]] = {}
 
     async def spawn(self, spec: ProcessSpec) -> Process:
         """Starts a process; LaunchError where its preload cannot be imported."""
@@ -86,7 +91,9 @@ class ForkServers:
             ours.close()
             raise
         reader, writer = await asyncio.open_connection(sock=ours)
-        writer.write(json.dumps(asdict(spec)).encode() + b"\n")
+        # Not asdict, which copies all of it deeply.
+        values = {each.name: getattr(spec, each.name) for each in fields(spec)}
+        writer.write(json.dumps(values).encode() + b"\n")
         return Process(reader, writer)
 
     async def close(self) -> None:
@@ -109,12 +116,17 @@ class ForkServers:
                     raise LaunchError(f"the fork server of {list(preload)} died twice") from error
 
     async def _server(self, preload: tuple[str, ...]) -> _Server:
+        """A preload that failed is not tried again at once: many rollouts share one."""
+        failed_at, failure = self._failed.get(preload, (float("-inf"), None))
+        if failure is not None and time.monotonic() - failed_at < _PRELOAD_RETRY:
+            raise LaunchError(str(failure))
         if preload not in self._servers:
             self._servers[preload] = asyncio.create_task(_Server.start(preload, self._log))
         try:
             return await asyncio.shield(self._servers[preload])
-        except LaunchError:
+        except LaunchError as error:
             self._servers.pop(preload, None)
+            self._failed[preload] = time.monotonic(), error
             raise
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -20,6 +21,7 @@ from agentlightning.store import Store, Transition, codec
 from agentlightning.types import Json, Sample
 
 B = TypeVar("B")
+T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 _STATUS: dict[type[Exception], int] = {
@@ -134,13 +136,14 @@ class _Api:
 
     async def claim(self, request: Request) -> Response:
         body = await _body(request, models.Claim)
-        taken = await self._store.claim(
+        claim = self._store.claim(
             body.owner,
             limit=body.limit,
             lease_seconds=body.lease_seconds,
             wait=min(body.wait, models.MAX_WAIT),
             request_id=body.request_id,
         )
+        taken = await _while_connected(request, claim)
         return _json([codec.dump_rollout(one) for one in taken])
 
     async def renew(self, request: Request) -> Response:
@@ -313,6 +316,21 @@ def _require_judge(credential: credentials.Credential, rollout_id: str, attempt_
         raise HTTPException(403, "this credential is of another attempt; it may post none here")
     if "reward" not in credential.scopes:
         raise HTTPException(403, "posting events needs the scope 'reward', which is missing")
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled once the client is gone: a claim that still
+    waits for rollouts must not take any for a controller that has ended."""
+    task, gone = asyncio.create_task(work), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise HTTPException(503, "the client closed the connection before the answer")
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
 
 
 async def _body(request: Request, kind: type[B]) -> B:

@@ -107,7 +107,9 @@ class Store(Protocol):
         self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float
     ) -> list[Rollout]:
         """Renews leases; returns those still held. What is missing was cancelled, deleted,
-        ended or taken over: its agent must be ended."""
+        ended or taken over: its agent must be ended. ``lease_seconds`` 0 gives the rollouts up:
+        the next claim takes them, closes their attempts as ``cancelled``, and does not count
+        these as attempts made."""
 
     async def retry(
         self,

@@ -22,6 +22,8 @@ from agentlightning.types import (
 )
 
 DEFAULT_MAX_ATTEMPTS = 2
+GIVEN_UP = 0.0
+"""As ``lease_until``: the holder stopped in good order and gave the rollout up."""
 
 
 def find(db: sqlite3.Connection, rollout_id: str) -> sqlite3.Row:
@@ -250,13 +252,24 @@ def retry(
     if rollout.state != "running":
         raise Conflict(f"rollout {rollout_id!r} is {rollout.state}; only a running one is retried")
     _check_holder(rollout, change)
-    if rollout.attempt >= max_attempts(rollout):
+    tries = _tries(db, rollout_id)
+    if tries >= max_attempts(rollout):
         raise Conflict(
-            f"rollout {rollout_id!r} has no attempt left: {rollout.attempt} of "
+            f"rollout {rollout_id!r} has no attempt left: {tries} of "
             f"{max_attempts(rollout)} were made; raise config.max_attempts or end it as failed"
         )
     _close_attempt(db, rollout, change.outcome, now=now)
     return _take(db, rollout, change.owner or "", until=until, now=now)
+
+
+def _tries(db: sqlite3.Connection, rollout_id: str) -> int:
+    """Attempts that count: all but those whose controller gave them up in good order."""
+    row = db.execute(
+        "SELECT count(*) FROM attempts JOIN rollouts ON seq = rollout WHERE rollout_id = ? "
+        "AND coalesce(json_extract(attempts.outcome, '$.kind'), '') != 'cancelled'",
+        (rollout_id,),
+    ).fetchone()
+    return int(row[0])
 
 
 def max_attempts(rollout: Rollout) -> int:
@@ -282,8 +295,12 @@ def _relaunchable(db: sqlite3.Connection, rollout: Rollout, *, now: float) -> Ro
     """The rollout with its lost attempt closed; None if that was its last one (it failed)."""
     if rollout.state == "queuing":
         return rollout
+    if rollout.lease_until == GIVEN_UP:
+        stopped = Outcome("cancelled", message=f"{rollout.owner} stopped")
+        _close_attempt(db, rollout, stopped, now=now)
+        return rollout
     lost = Outcome("lost", message=f"the lease of {rollout.owner} ended")
-    if rollout.attempt < max_attempts(rollout):
+    if _tries(db, rollout.rollout_id) < max_attempts(rollout):
         _close_attempt(db, rollout, lost, now=now)
         return rollout
     _end(db, replace(rollout, state="failed", outcome=lost, error_message=lost.message), now=now)

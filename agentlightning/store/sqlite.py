@@ -158,7 +158,7 @@ class SqliteStore:
     async def renew(
         self, owner: str, rollout_ids: Sequence[str], *, lease_seconds: float
     ) -> list[Rollout]:
-        until = self._clock() + lease_seconds
+        until = self._clock() + lease_seconds if lease_seconds else rollouts.GIVEN_UP
         return await self._writer.write(
             lambda db: rollouts.renew(db, owner, rollout_ids, until=until)
         )

@@ -1,4 +1,4 @@
-"""A controller with real processes over a store in memory."""
+"""A controller with real processes over a SQLite file."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from agentlightning.controller.launch import Gateway
 from agentlightning.controller.local import LocalRunner
 from agentlightning.controller.loop import Controller
 from agentlightning.controller.spawn import ForkServers
+from agentlightning.store.sqlite import SqliteStore
 from agentlightning.types import Rollout
-from tests.fakes.store import MemoryStore
 
 
 @pytest.fixture
@@ -26,8 +26,10 @@ def gateway() -> Gateway:
 
 
 @pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
+async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
+    store = SqliteStore(tmp_path / "store.db")
+    yield store
+    await store.close()
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def rollout() -> Callable[..., Rollout]:
 
 @pytest.fixture
 async def controller(
-    tmp_path: Path, gateway: Gateway, store: MemoryStore
+    tmp_path: Path, gateway: Gateway, store: SqliteStore
 ) -> AsyncIterator[Callable[..., Controller]]:
     """Starts controllers, and ends them with the test."""
     running: list[tuple[Controller, asyncio.Task[None]]] = []
@@ -61,9 +63,9 @@ async def controller(
     def start(**settings: Any) -> Controller:
         servers = ForkServers(tmp_path / "forkserver.log")
         controller = Controller(
-            store,  # type: ignore[arg-type]
+            store,
             LocalRunner(tmp_path, gateway, servers),
-            LocalEvaluator(store, tmp_path, servers),  # type: ignore[arg-type]
+            LocalEvaluator(store, tmp_path, servers),
             ControllerConfig(**{"lease": 2.0, **settings}),
         )
         running.append((controller, asyncio.create_task(controller.run())))

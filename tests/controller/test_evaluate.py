@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from agentlightning.controller.evaluate import FinishedRollout, checked_reward, conversation
 from agentlightning.controller.loop import Controller
 from agentlightning.errors import EvaluatorError
+from agentlightning.store.sqlite import SqliteStore
 from agentlightning.types import Call, Outcome, RawCall, Rollout, token_array
-from tests.fakes.store import MemoryStore
+from tests.controller.waiting import appears, finished
 
 Make = Callable[..., Rollout]
 Start = Callable[..., Controller]
@@ -61,32 +64,60 @@ def python(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
     return lambda name: {"python": f"{path}:{name}"}
 
 
-async def judged(store: MemoryStore, controller: Start, rollout: Rollout) -> Rollout:
+async def judged(store: SqliteStore, controller: Start, rollout: Rollout) -> Rollout:
     controller()
     await store.add_rollouts([rollout])
-    [ended] = await store.until_ended(rollout.rollout_id)
+    [ended] = await finished(store, rollout.rollout_id)
     return ended
 
 
 async def test_a_function_reads_the_finished_rollout(
-    store: MemoryStore,
+    store: SqliteStore,
     controller: Start,
     rollout: Make,
     python: Callable[[str], dict[str, Any]],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AGL_ADMIN_KEY", "secret")
     request = json.dumps({"messages": [{"role": "user", "content": "2+2"}]}).encode()
     message = {"role": "assistant", "content": "4"}
     response = json.dumps({"choices": [{"message": message}]}).encode()
-    call = Call("c1", "r1", "r1-1", prompt_ids=token_array([1]), completions=())
-    store.recorded.append((call, RawCall(request, response)))
-    script = "echo 4 | tee answer.txt; echo hm >&2"
-    ended = await judged(store, controller, rollout(script, evaluate=python("reads_all")))
+    mark, go = tmp_path / "mark", tmp_path / "go"
+    script = f"echo >> {mark}; until [ -e {go} ]; do sleep 0.02; done; echo 4 | tee answer.txt"
+    controller()
+    await store.add_rollouts([rollout(f"{script}; echo hm >&2", evaluate=python("reads_all"))])
+    await appears(mark)
+    attempt = (await store.get_rollout("r1")).attempt_id or ""
+    call = Call("c1", "r1", attempt, prompt_ids=token_array([1]), completions=())
+    await store.add_call(call, RawCall(request, response))
+    go.touch()
+    [ended] = await finished(store, "r1")
     assert (ended.state, ended.reward) == ("succeeded", 1.0)
-    [event] = store.posted
+    [event] = await store.events("r1")
     assert event.data == {"value": 1.0, "source": "evaluator", "reason": "read it all"}
-    assert (event.attempt_id, event.event_type) == ("r1-1", "reward")
+    assert (event.attempt_id, event.event_type) == (attempt, "reward")
+
+
+async def test_the_evaluation_of_a_cancelled_rollout_is_ended(
+    store: SqliteStore,
+    controller: Start,
+    rollout: Make,
+    tmp_path: Path,
+) -> None:
+    mark = tmp_path / "mark"
+    evaluate = {"command": ["bash", "-c", f"echo $$ >> {mark}; sleep 300"], "time_limit": 300}
+    controller(lease=1.0)
+    await store.add_rollouts([rollout("true", evaluate=evaluate)])
+    process = psutil.Process(int(await appears(mark)))
+    await store.cancel("r1")
+    gone, _ = await asyncio.to_thread(psutil.wait_procs, [process], 20)
+    assert gone == [process]
+    # It was let go, not tried again.
+    await store.add_rollouts([rollout("true", "r2")])
+    [other] = await finished(store, "r2")
+    assert other.state == "succeeded"
+    assert mark.read_text().count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -94,7 +125,7 @@ async def test_a_function_reads_the_finished_rollout(
     [("exit 1", -1.0, "agent_error"), ("sleep 300", -2.0, "time_limit")],
 )
 async def test_agents_that_failed_are_evaluated_too(
-    store: MemoryStore,
+    store: SqliteStore,
     controller: Start,
     rollout: Make,
     python: Callable[[str], dict[str, Any]],
@@ -111,14 +142,14 @@ async def test_agents_that_failed_are_evaluated_too(
 
 
 async def test_async_functions_and_no_reward(
-    store: MemoryStore, controller: Start, rollout: Make, python: Callable[[str], dict[str, Any]]
+    store: SqliteStore, controller: Start, rollout: Make, python: Callable[[str], dict[str, Any]]
 ) -> None:
     controller()
     each = [rollout("true", name, evaluate=python(name)) for name in ("waits", "none")]
     await store.add_rollouts(each)
-    ended = await store.until_ended("waits", "none")
+    ended = await finished(store, "waits", "none")
     assert [(e.state, e.reward) for e in ended] == [("succeeded", 0.25), ("succeeded", None)]
-    assert [event.rollout_id for event in store.posted] == ["waits"]
+    assert [len(await store.events(each)) for each in ("waits", "none")] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +165,7 @@ async def test_async_functions_and_no_reward(
     ],
 )
 async def test_a_fault_of_the_evaluator_is_not_the_agents(
-    store: MemoryStore,
+    store: SqliteStore,
     controller: Start,
     rollout: Make,
     python: Callable[[str], dict[str, Any]],
@@ -151,7 +182,7 @@ async def test_a_fault_of_the_evaluator_is_not_the_agents(
 
 
 async def test_an_evaluation_is_repeated_without_the_agent(
-    store: MemoryStore,
+    store: SqliteStore,
     controller: Start,
     rollout: Make,
     python: Callable[[str], dict[str, Any]],
@@ -173,7 +204,7 @@ async def test_an_evaluation_is_repeated_without_the_agent(
     ],
 )
 async def test_a_command_prints_the_reward(
-    store: MemoryStore, controller: Start, rollout: Make, script: str, reward: float
+    store: SqliteStore, controller: Start, rollout: Make, script: str, reward: float
 ) -> None:
     evaluate = {"command": ["bash", "-c", script]}
     ended = await judged(store, controller, rollout("echo 4 > answer.txt", evaluate=evaluate))
@@ -192,7 +223,7 @@ async def test_a_command_prints_the_reward(
     ],
 )
 async def test_a_command_that_fails_is_the_evaluators_fault(
-    store: MemoryStore, controller: Start, rollout: Make, command: list[str], what: str
+    store: SqliteStore, controller: Start, rollout: Make, command: list[str], what: str
 ) -> None:
     ended = await judged(store, controller, rollout("true", evaluate={"command": command}))
     assert ended.outcome is not None
@@ -202,7 +233,7 @@ async def test_a_command_that_fails_is_the_evaluators_fault(
 
 
 async def test_an_agent_that_is_its_own_judge_has_no_evaluator(
-    store: MemoryStore, controller: Start, rollout: Make
+    store: SqliteStore, controller: Start, rollout: Make
 ) -> None:
     ended = await judged(store, controller, rollout("true", evaluate={"event": True}))
     assert (ended.state, ended.reward) == ("succeeded", None)

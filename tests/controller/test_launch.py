@@ -22,7 +22,8 @@ Make = Callable[..., Rollout]
 
 def spec_of(rollout: Rollout, root: Path, gateway: Gateway) -> ProcessSpec:
     rollout = replace(rollout, attempt_id="a1")
-    return launch.process_spec(rollout, launch.folders(root, rollout), gateway)
+    where = launch.folders(root, rollout)
+    return launch.process_spec(rollout, launch.parse(rollout), where, gateway)
 
 
 def test_the_environment_is_the_wire_contract_and_nothing_else(
@@ -109,8 +110,8 @@ def test_a_wrong_spec_says_what_and_where(
 def test_a_long_task_is_in_the_file_only(rollout: Make, tmp_path: Path, gateway: Gateway) -> None:
     each = replace(rollout("true", task={"text": "x" * 200_000}), attempt_id="a1")
     where = launch.folders(tmp_path, each)
-    launch.prepare(each, where)
-    assert "AGL_TASK" not in launch.process_spec(each, where, gateway).env
+    launch.prepare(each, where, None)
+    assert "AGL_TASK" not in spec_of(each, tmp_path, gateway).env
     assert json.loads(where.task.read_text()) == each.input
 
 
@@ -125,10 +126,9 @@ def test_any_id_becomes_a_folder_of_its_own(tmp_path: Path, rollout_id: str) -> 
 def test_the_workspace_is_a_copy(rollout: Make, tmp_path: Path) -> None:
     (tmp_path / "repo").mkdir()
     (tmp_path / "repo" / "a.txt").write_text("a")
-    each = replace(rollout("true", workspace={"copy_from": str(tmp_path / "repo")}), attempt_id="1")
+    each = replace(rollout("true"), attempt_id="1")
     where = launch.folders(tmp_path, each)
-    launch.prepare(each, where)
+    launch.prepare(each, where, str(tmp_path / "repo"))
     assert (where.workspace / "a.txt").read_text() == "a"
-    broken = replace(each, config={"local": {"command": ["a"], "workspace": {"copy_from": "nope"}}})
     with pytest.raises(LaunchError, match=r"copy_from 'nope'"):
-        launch.prepare(broken, where)
+        launch.prepare(each, where, "nope")

@@ -13,29 +13,29 @@ import psutil
 import pytest
 
 from agentlightning.controller.loop import Controller
+from agentlightning.store.sqlite import SqliteStore
 from agentlightning.types import Rollout
-from tests.controller.waiting import appears
-from tests.fakes.store import MemoryStore
+from tests.controller.waiting import appears, finished
 
 Make = Callable[..., Rollout]
 Start = Callable[..., Controller]
 
 
 async def test_a_command_that_ends_by_itself_succeeds(
-    store: MemoryStore, controller: Start, rollout: Make
+    store: SqliteStore, controller: Start, rollout: Make
 ) -> None:
     controller()
     await store.add_rollouts([rollout("echo hello")])
-    [ended] = await store.until_ended("r1")
+    [ended] = await finished(store, "r1")
     assert (ended.state, ended.outcome and ended.outcome.kind) == ("succeeded", "completed")
 
 
 async def test_a_crash_shows_the_agents_last_words(
-    store: MemoryStore, controller: Start, rollout: Make
+    store: SqliteStore, controller: Start, rollout: Make
 ) -> None:
     controller()
     await store.add_rollouts([rollout("echo no module named sympy >&2; exit 3")])
-    [ended] = await store.until_ended("r1")
+    [ended] = await finished(store, "r1")
     assert ended.outcome is not None
     assert (ended.state, ended.outcome.kind, ended.outcome.exit_code) == (
         "failed",
@@ -46,7 +46,7 @@ async def test_a_crash_shows_the_agents_last_words(
 
 
 async def test_sixty_queued_with_a_limit_of_sixty_all_run_at_once(
-    store: MemoryStore, controller: Start, rollout: Make, tmp_path: Path
+    store: SqliteStore, controller: Start, rollout: Make, tmp_path: Path
 ) -> None:
     # Each agent waits until all are there: with fewer than 60 at once none would ever end.
     count = f"$(ls {tmp_path}/started-* | wc -l)"
@@ -54,25 +54,27 @@ async def test_sixty_queued_with_a_limit_of_sixty_all_run_at_once(
     ids = [f"here-{i}" for i in range(60)]
     await store.add_rollouts([rollout(script, each) for each in ids])
     controller(max_running=60)
-    assert {each.state for each in await store.until_ended(*ids)} == {"succeeded"}
+    assert {each.state for each in await finished(store, *ids)} == {"succeeded"}
 
 
-async def test_the_limit_holds(store: MemoryStore, controller: Start, rollout: Make) -> None:
+async def test_the_limit_holds(
+    store: SqliteStore, controller: Start, rollout: Make, tmp_path: Path
+) -> None:
+    mark = tmp_path / "mark"
     controller(max_running=2)
-    await store.add_rollouts([rollout("sleep 30", f"r{i}") for i in range(5)])
-    await store.until(lambda all_: sum(r.state == "running" for r in all_.values()) == 2)
-    await asyncio.sleep(0)
-    assert sum(r.state == "queuing" for r in store.rollouts.values()) == 3
+    await store.add_rollouts([rollout(f"echo >> {mark}; sleep 30", f"r{i}") for i in range(5)])
+    await appears(mark, lines=2)
+    assert len(await store.list_rollouts(states=["queuing"])) == 3
 
 
 async def test_a_time_limit_keeps_the_state_apart_from_a_crash(
-    store: MemoryStore, controller: Start, rollout: Make
+    store: SqliteStore, controller: Start, rollout: Make
 ) -> None:
     controller()
     each = rollout("trap '' TERM; while :; do sleep 0.05; done", config={"timeout_seconds": 0.2})
     each.config["local"]["grace"] = 0.1
     await store.add_rollouts([each])
-    [ended] = await store.until_ended("r1")
+    [ended] = await finished(store, "r1")
     assert ended.outcome is not None
     assert (ended.state, ended.outcome.kind, ended.outcome.exit_code) == (
         "failed",
@@ -92,19 +94,35 @@ async def test_a_time_limit_keeps_the_state_apart_from_a_crash(
     ],
 )
 async def test_a_launch_error_is_final_at_once(
-    store: MemoryStore, controller: Start, rollout: Make, local: dict[str, Any], what: str
+    store: SqliteStore, controller: Start, rollout: Make, local: dict[str, Any], what: str
 ) -> None:
     controller()
     await store.add_rollouts([rollout(**local)])
-    [ended] = await store.until_ended("r1")
+    [ended] = await finished(store, "r1")
     assert ended.outcome is not None
     assert (ended.state, ended.outcome.kind, ended.attempt) == ("failed", "launch_error", 1)
     assert ended.error_message is not None
     assert what in ended.error_message
 
 
+async def test_a_preload_that_failed_is_not_imported_for_each_rollout(
+    store: SqliteStore, controller: Start, rollout: Make, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.py").write_text(
+        f"open({str(tmp_path / 'tries')!r}, 'a').write('x')\nraise ValueError('not today')\n"
+    )
+    controller(max_running=1)
+    each = {"python": "this", "preload": [str(tmp_path / "broken.py")]}
+    await store.add_rollouts([rollout(rollout_id=f"r{i}", **each) for i in range(5)])
+    for ended in await finished(store, *(f"r{i}" for i in range(5))):
+        assert ended.outcome is not None
+        assert ended.outcome.kind == "launch_error"
+        assert "not today" in (ended.error_message or "")
+    assert (tmp_path / "tries").read_text() == "x"
+
+
 async def test_a_cancelled_rollouts_processes_end(
-    store: MemoryStore, controller: Start, rollout: Make, tmp_path: Path
+    store: SqliteStore, controller: Start, rollout: Make, tmp_path: Path
 ) -> None:
     controller()
     mark = tmp_path / "mark"
@@ -113,57 +131,58 @@ async def test_a_cancelled_rollouts_processes_end(
     await store.cancel("r1")
     await asyncio.to_thread(psutil.wait_procs, [agent], 10)
     assert not agent.is_running()
-    assert store.rollouts["r1"].state == "cancelled"
+    assert (await store.get_rollout("r1")).state == "cancelled"
 
 
 async def test_a_lost_agent_is_run_again_until_no_attempt_is_left(
-    store: MemoryStore, controller: Start, rollout: Make
+    store: SqliteStore, controller: Start, rollout: Make
 ) -> None:
     controller()
     await store.add_rollouts([rollout("kill -9 $PPID; sleep 300")])  # its warden, each time
-    [ended] = await store.until_ended("r1")
+    [ended] = await finished(store, "r1")
     assert ended.outcome is not None
     assert (ended.state, ended.outcome.kind, ended.attempt) == ("failed", "lost", 2)
-    assert [(attempt, outcome.kind) for attempt, outcome in store.lost] == [("r1-1", "lost")]
+    kinds = [each.outcome and each.outcome.kind for each in await store.attempts("r1")]
+    assert kinds == ["lost", "lost"]
 
 
 async def test_two_controllers_share_the_work_and_start_nothing_twice(
-    store: MemoryStore, controller: Start, rollout: Make, tmp_path: Path
+    store: SqliteStore, controller: Start, rollout: Make, tmp_path: Path
 ) -> None:
     first, second = controller(max_running=4), controller(max_running=4)
     assert first.owner != second.owner
     ids = [f"r{i}" for i in range(12)]
     script = f"echo $AGL_ROLLOUT_ID >> {tmp_path}/started; sleep 0.1"
     await store.add_rollouts([rollout(script, each) for each in ids])
-    ended = await store.until_ended(*ids)
+    ended = await finished(store, *ids)
     assert {(each.state, each.attempt) for each in ended} == {("succeeded", 1)}
     assert sorted((tmp_path / "started").read_text().split()) == sorted(ids)
 
 
 async def test_what_a_dead_controller_held_is_taken_over_after_its_lease(
-    store: MemoryStore, controller: Start, rollout: Make
+    store: SqliteStore, controller: Start, rollout: Make
 ) -> None:
     await store.add_rollouts([rollout("true")])
     await store.claim("dead", limit=1, lease_seconds=0.2)
     controller()
-    [ended] = await store.until_ended("r1")
-    assert (ended.state, ended.attempt, ended.attempt_id) == ("succeeded", 2, "r1-2")
+    [ended] = await finished(store, "r1")
+    assert (ended.state, ended.attempt) == ("succeeded", 2)
 
 
-async def test_a_controller_that_stops_hands_over_at_once(
-    store: MemoryStore, controller: Start, rollout: Make, tmp_path: Path
+async def test_a_controller_that_stops_hands_over_at_once_and_costs_no_attempt(
+    store: SqliteStore, controller: Start, rollout: Make, tmp_path: Path
 ) -> None:
     mark, go = tmp_path / "mark", tmp_path / "go"
     first = controller(lease=600)
     script = f"echo $$ >> {mark}; until [ -e {go} ]; do sleep 0.02; done"
-    await store.add_rollouts([rollout(script)])
+    await store.add_rollouts([rollout(script, config={"max_attempts": 1})])
     agent = psutil.Process(int(await appears(mark)))
     first.stop()
     controller()
     await appears(mark, lines=2)
     assert not agent.is_running()
     go.touch()
-    [ended] = await store.until_ended("r1")
+    [ended] = await finished(store, "r1")
     assert (ended.state, ended.attempt) == ("succeeded", 2)
 
 
@@ -174,11 +193,11 @@ import asyncio, sys
 from pathlib import Path
 from agentlightning.config import ControllerConfig
 from agentlightning.controller.loop import run
+from agentlightning.store.sqlite import SqliteStore
 from agentlightning.types import Rollout
-from tests.fakes.store import MemoryStore
 
 async def main():
-    store = MemoryStore()
+    store = SqliteStore(Path({str(tmp_path / "store.db")!r}))
     script = "trap '' TERM; (setsid sleep 300 & echo $! >> {mark}); echo $$ >> {mark}; sleep 300"
     config = {{"local": {{"command": ["bash", "-c", script]}}}}
     await store.add_rollouts([Rollout("r1", {{}}, config=config)])
@@ -202,7 +221,7 @@ asyncio.run(main())
 
 
 async def test_a_tick_that_fails_is_repeated(
-    store: MemoryStore, controller: Start, rollout: Make, monkeypatch: pytest.MonkeyPatch
+    store: SqliteStore, controller: Start, rollout: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = [ConnectionError("the gateway restarts")] * 2
     claim, transition = store.claim, store.transition
@@ -223,5 +242,5 @@ async def test_a_tick_that_fails_is_repeated(
     monkeypatch.setattr(store, "transition", failing_transition)
     controller()
     await store.add_rollouts([rollout("true")])
-    [ended] = await store.until_ended("r1")
+    [ended] = await finished(store, "r1")
     assert (ended.state, ended.attempt) == ("succeeded", 1)

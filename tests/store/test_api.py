@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -182,3 +183,18 @@ async def test_a_gateway_that_stays_away_is_unavailable() -> None:
     with pytest.raises(StoreUnavailable, match="Is the gateway running"):
         await store.model_servers()
     await store.close()
+
+
+async def test_a_claim_whose_client_is_gone_takes_nothing(http: HttpStore, api_url: str) -> None:
+    stopped = HttpStore(api_url, KEY)
+    claim = asyncio.create_task(stopped.claim("stopped", limit=1, lease_seconds=60, wait=30))
+    for _ in range(3):  # by then the claim has reached the store
+        await http.list_rollouts()
+    claim.cancel()
+    await asyncio.gather(claim, return_exceptions=True)
+    await stopped.close()
+    for _ in range(3):
+        await http.list_rollouts()
+    await http.add_rollouts([Rollout("r1", {})])
+    [taken] = await http.claim("alive", limit=1, lease_seconds=60, wait=10)
+    assert taken.owner == "alive"

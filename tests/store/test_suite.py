@@ -155,6 +155,28 @@ async def test_a_waiting_claim_wakes_when_a_rollout_is_queued(store: Store) -> N
     assert await store.claim("c1", limit=1, lease_seconds=30, wait=0.01) == []
 
 
+async def test_a_rollout_that_was_given_up_is_taken_at_once_and_no_attempt_is_lost(
+    store: Store,
+) -> None:
+    await store.add_rollouts([Rollout("r1", {}, config={"max_attempts": 1})])
+    for owner in ("first", "second", "third"):
+        [held] = await store.claim(owner, limit=1, lease_seconds=60)
+        assert await store.claim("other", limit=1, lease_seconds=60) == []
+        await store.renew(owner, [held.rollout_id], lease_seconds=0)
+    [held] = await store.claim("last", limit=1, lease_seconds=60)
+    assert held.attempt == 4
+    with pytest.raises(Conflict, match="1 of 1"):
+        await store.retry(
+            "r1",
+            owner="last",
+            attempt_id=held.attempt_id or "",
+            outcome=Outcome("lost"),
+            lease_seconds=60,
+        )
+    ended = [each.outcome and each.outcome.kind for each in await store.attempts("r1")]
+    assert ended == ["cancelled", "cancelled", "cancelled", None]
+
+
 async def test_a_retry_begins_the_next_attempt_once(store: Store) -> None:
     await queue(store, "r1")
     first = await claim_one(store)
