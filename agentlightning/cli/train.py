@@ -67,6 +67,7 @@ async def _train(config: Config, folder: RunFolder, *, resume: bool, display: Di
     started = time.monotonic()
     shutil.rmtree(folder.weights)  # what a resumed run serves first comes from its checkpoint
     folder.weights.mkdir()
+    display.phase(f"model {config.model}", 0, 1)
     model = await asyncio.to_thread(resolve_model, config.model)
     loading = asyncio.create_task(asyncio.to_thread(_load_policy, config, model))
     async with _services(config, folder, model=model, display=display) as services:

@@ -27,6 +27,7 @@ from agentlightning.trainer.forward import (
     pad_rows,
     trained_logprobs,
 )
+from agentlightning.trainer.models import fast_dtype, pick_device
 from agentlightning.trainer.policy import TrainingRow
 
 _STATE_FILE = "policy.pt"
@@ -57,8 +58,8 @@ class TorchPolicy:
                 "are all alike and teach nothing. Set it above 0."
             )
         self._model_dir = model_dir
-        self._device = _device(config.device)
-        self._dtype = _compute_type(config.precision, self._device)
+        self._device = pick_device(config.device)
+        self._dtype = fast_dtype(config.precision, self._device)
         self._model = _load(model_dir, self._dtype).to(self._device)
         self._share = can_share(self._model.config)
         keeps_reference = config.loss.kl_coefficient > 0 and config.lora is None
@@ -311,22 +312,6 @@ def _master(parameter: Tensor) -> Tensor:
     if parameter.dtype == torch.float32:
         return parameter
     return parameter.detach().float().clone().requires_grad_()
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
-
-
-def _compute_type(precision: str, device: torch.device) -> torch.dtype:
-    """bf16 where the device multiplies it faster than fp32."""
-    if precision != "auto":
-        return torch.bfloat16 if precision == "bf16" else torch.float32
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if fast else torch.float32
 
 
 def _load(model_dir: Path, dtype: torch.dtype) -> Any:
