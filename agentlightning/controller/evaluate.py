@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentlightning.controller.forkserver import import_target
+from agentlightning.controller.target import import_target
 from agentlightning.errors import EvaluatorError
 from agentlightning.types import Call, Json, Outcome, RawCall, Rollout
 

@@ -14,8 +14,6 @@ Standard library only, and little of it: every import here is carried by every a
 from __future__ import annotations
 
 import gc
-import importlib
-import importlib.util
 import json
 import os
 import selectors
@@ -23,9 +21,9 @@ import signal
 import socket
 import sys
 import traceback
-from pathlib import Path
 
 from agentlightning.controller import processes, warden
+from agentlightning.controller.target import import_target
 
 _LAST_WAIT = 10.0
 """Longest wait, in seconds, for a warden to end once the controller is gone."""
@@ -45,23 +43,6 @@ def main(fd: int, preload: list[str]) -> int:
     control.sendall(b'{"ready": true}\n')
     _serve(control)
     return 0
-
-
-def import_target(name: str) -> object:
-    """A module by its dotted name, or by the path of its ``.py`` file."""
-    if not name.endswith(".py"):
-        return importlib.import_module(name)
-    module_name = f"agl_file_{Path(name).stem}"
-    if module_name in sys.modules and sys.modules[module_name].__file__ == name:
-        return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, name)
-    if spec is None or spec.loader is None or not Path(name).exists():
-        raise ImportError(f"there is no Python file {name}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    sys.path.insert(0, str(Path(name).parent))
-    spec.loader.exec_module(module)
-    return module
 
 
 def _serve(control: socket.socket) -> None:
