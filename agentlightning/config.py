@@ -363,7 +363,7 @@ def read_tree(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
         )
     except FileNotFoundError as error:
         raise ConfigError(f"config: there is no file {path}.") from error
-    except (OmegaConfBaseException, YAMLError, OSError) as error:
+    except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config: {path or 'overrides'}: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"config: {path} holds {type(tree).__name__}, not settings.")

@@ -32,6 +32,7 @@ from agentlightning.trainer.publish import Publisher
 from agentlightning.trainer.run_folder import RunFolder
 from agentlightning.trainer.statistics import Estimate, estimate
 from agentlightning.trainer.tasks import Task, TaskOrder, load_tasks
+from agentlightning.types import Rollout
 
 log = logging.getLogger(__name__)
 
@@ -259,7 +260,7 @@ class Trainer:
         return validation
 
     def _refuse_broken_agent(self, groups: Sequence[Sequence[Collected]]) -> None:
-        """An agent none of whose rollouts made a call cannot be trained: say why, at once."""
+        """Without one call, or where every evaluator failed, nothing can be trained: say why."""
         items = [item for group in groups for item in group]
         if items and not any(item.calls for item in items):
             first = items[0].rollout
@@ -267,6 +268,13 @@ class Trainer:
             raise TrainerError(
                 f"none of {len(items)} rollouts called the model. {first.rollout_id} "
                 f"{first.state}: {why}"
+            )
+        if items and all(_evaluator_failed(item.rollout) for item in items):
+            first = items[0].rollout
+            lines = (first.error_message or "it said nothing").strip().splitlines()
+            raise TrainerError(
+                f"the evaluator failed on all {len(items)} rollouts. {first.rollout_id}: "
+                f"{lines[-1].strip()}. See `agl rollouts show {first.rollout_id}`."
             )
 
     # --- start and restart
@@ -352,6 +360,10 @@ def _validation_tasks(config: Config) -> list[Task]:
             f"{config.validation.tasks}."
         )
     return tasks[: config.validation.tasks]
+
+
+def _evaluator_failed(rollout: Rollout) -> bool:
+    return rollout.outcome is not None and rollout.outcome.kind == "evaluator_error"
 
 
 def _counted(counts: Mapping[str, int]) -> str:

@@ -43,9 +43,14 @@ class RunFolder:
 
     def acquire(self) -> None:
         """Creates the folder and takes it; ConfigError where another process holds it."""
-        for folder in (self.path, self.logs, self.agents, self.weights):
-            folder.mkdir(parents=True, exist_ok=True)
-        lock = (self.path / "run.lock").open("a+")
+        try:
+            for folder in (self.path, self.logs, self.agents, self.weights):
+                folder.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / "run.lock").open("a+")
+        except OSError as error:
+            raise ConfigError(
+                f"run: {self.path} cannot be written: {error.strerror}. Give another run.root."
+            ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

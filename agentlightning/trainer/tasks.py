@@ -16,7 +16,7 @@ Task = Mapping[str, Any]
 def load_tasks(path: Path) -> list[Task]:
     """One JSON object a line, blank lines skipped; ConfigError names file and line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not at U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"tasks: {path} cannot be read: {error}") from error
     tasks = [_parse(path, n, line) for n, line in enumerate(lines, start=1) if line.strip()]

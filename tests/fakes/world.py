@@ -86,7 +86,12 @@ async def _work(store: Store, reward: Reward, calls: bool) -> None:
 
 
 async def run_one(
-    store: Store, rollout: Rollout, value: float | None, *, calls: bool = True
+    store: Store,
+    rollout: Rollout,
+    value: float | None,
+    *,
+    calls: bool = True,
+    outcome: Outcome | None = None,
 ) -> None:
     """Runs a claimed rollout to its end."""
     assert rollout.attempt_id is not None
@@ -97,7 +102,14 @@ async def run_one(
             uuid.uuid4().hex, rollout.rollout_id, rollout.attempt_id, "reward", {"value": value}
         )
         await store.add_event(event)
-    end = Transition(to="succeeded", attempt_id=rollout.attempt_id, outcome=Outcome("completed"))
+    state = "succeeded" if outcome is None else "failed"
+    outcome = outcome or Outcome("completed")
+    end = Transition(
+        to=state,
+        attempt_id=rollout.attempt_id,
+        outcome=outcome,
+        error_message=outcome.message,
+    )
     await store.transition(rollout.rollout_id, end)
 
 

@@ -16,7 +16,7 @@ from agentlightning.store import Store, open_store
 from agentlightning.trainer.loop import Trainer
 from agentlightning.trainer.policy import TrainingRow
 from agentlightning.trainer.run_folder import RunFolder
-from agentlightning.types import Rollout
+from agentlightning.types import Outcome, Rollout
 from tests.fakes.policy import RecordingPolicy
 from tests.fakes.world import FakePublisher, Notes, agents, run_one
 
@@ -149,6 +149,19 @@ async def test_an_agent_that_never_calls_ends_the_run_at_once(
     async with agents(store, mixed, calls=False):
         with pytest.raises(TrainerError, match="none of 2 rollouts called the model"):
             await setting.trainer.run()
+
+
+async def test_an_evaluator_that_always_fails_ends_the_run_at_once(
+    config: Config, folder: RunFolder, store: Store
+) -> None:
+    setting = Setting(config, folder, store)
+    broken = Outcome("evaluator_error", message="Traceback\nValueError: verifier broke\n")
+    running = asyncio.create_task(setting.trainer.run())
+    claimed = await store.claim("world", limit=100, lease_seconds=60, wait=5)
+    for rollout in claimed:
+        await run_one(store, rollout, None, outcome=broken)
+    with pytest.raises(TrainerError, match=r"failed on all 2 .*ValueError: verifier broke"):
+        await running
 
 
 async def test_waiting_for_a_controller_is_bounded(
