@@ -278,7 +278,7 @@ async def test_new_weights_serve_without_a_restart(
         assert new["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         wrong = {"path": str(other_folder / "absent"), "version": 5}
         error = (await post(http, url, "/update_weights", wrong, 400))["error"]
-        assert "there is no folder" in error["message"]
+        assert "does not point to a directory" in error["message"]
         assert await metric(http, url, "policy_version") == 4
         async with http.get(f"{url}/health") as response:
             assert response.status == 200
