@@ -115,4 +115,3 @@ async def test_the_sdk_assembles_the_streamed_calls(client: openai.AsyncOpenAI) 
     async with client.chat.completions.stream(**REQUEST) as stream:
         answer = await stream.get_final_completion()
     check_calls(answer.choices[0].message.tool_calls)
-
