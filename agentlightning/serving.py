@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -59,8 +60,8 @@ def bound_url(sock: socket.socket) -> str:
 def serve_app(app: Any, sock: socket.socket, *, name: str) -> None:
     """Serves ``app`` on ``sock``; prints ``{name} listening on URL`` once it is ready.
 
-    Returns after SIGTERM or SIGINT, when the application's lifespan has ended. Open requests
-    get five seconds.
+    Returns after SIGTERM or SIGINT, when the application's lifespan has ended, so the process
+    can exit with 0. Open requests get five seconds; a second SIGINT cuts them off.
     """
     config = uvicorn.Config(
         app,
@@ -78,7 +79,7 @@ def serve_app(app: Any, sock: socket.socket, *, name: str) -> None:
         timeout_graceful_shutdown=5,
         backlog=2048,
     )
-    _AnnouncingServer(config, f"{name} listening on {bound_url(sock)}").run(sockets=[sock])
+    _Server(config, f"{name} listening on {bound_url(sock)}").run(sockets=[sock])
 
 
 def end_with_parent() -> None:
@@ -115,7 +116,9 @@ def configure_logging(level: str = "INFO") -> None:
     )
 
 
-class _AnnouncingServer(uvicorn.Server):
+class _Server(uvicorn.Server):
+    """Says where it listens, and ends like any other program that was asked to."""
+
     def __init__(self, config: uvicorn.Config, announcement: str) -> None:
         super().__init__(config)
         self._announcement = announcement
@@ -124,3 +127,9 @@ class _AnnouncingServer(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             print(self._announcement, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        # uvicorn's own notes the signal and raises it again at the end, so that a process which
+        # shut down in order would still be one that a signal killed.
+        self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
+        self.should_exit = True

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import subprocess
 import sys
@@ -110,6 +111,8 @@ def main() -> None:
 
 def compare(model: torch.nn.Module, url: str, rounds: int) -> None:
     rng = random.Random(0)
+    load = os.getloadavg()[0]
+    print(f"{torch.get_num_threads()} threads, load average before: {load:.1f}")
     print(f"{'parallel':>8} {'shared':>6} {'generate':>9} {'server':>7}  ratio (tokens/s)")
     for count, shared in [(1, 0), (8, 0), (32, 0), (32, SHARED_TOKENS)]:
         theirs, ours = [], []

@@ -58,6 +58,17 @@ def test_a_store_that_cannot_be_opened_is_said() -> None:
         run(GatewayConfig(), store_url="nonsense", sampling={})
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_command_that_was_told_to_end_exits_with_zero(tmp_path: Path, signum: int) -> None:
+    store = f"sqlite:///{tmp_path}/store.db"
+    command = [sys.executable, "-m", "agentlightning", "gateway", "--port=0", "--store", store]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "gateway listening on http://127.0.0.1:" in process.stdout.readline()
+        process.send_signal(signum)
+        assert process.wait(30) == 0
+
+
 async def test_calls_and_pause_survive_kill_nine(tmp_path: Path) -> None:
     store = f"sqlite:///{tmp_path}/store.db"
     headers = {"authorization": f"Bearer {KEY}"}

@@ -4,6 +4,9 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from agentlightning.trainer.serve.cache import PrefixCache
 
@@ -81,3 +84,70 @@ def test_no_row_is_lost_or_given_twice(seed: int) -> None:
         cache.insert(values, rows)
         cache.release(rows)
         assert cache.cached_tokens() + cache.pool.free_count == 40
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Sequences come, grow, are remembered and leave in any order, between clears: a row is
+    free, cached, or held by exactly those who may, and none is lost."""
+
+    SIZE = 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = PrefixCache(self.SIZE)
+        self.held: list[tuple[np.ndarray, np.ndarray]] = []
+        self.content: dict[int, tuple[int, ...]] = {}
+
+    @rule(values=st.lists(st.integers(0, 1), min_size=1, max_size=9))
+    def begin(self, values: list[int]) -> None:
+        tokens = ids(*values)
+        shared = self.cache.match(tokens)
+        for at, row in enumerate(shared):
+            assert self.content[int(row)] == tuple(values[: at + 1])
+        new = self.cache.allocate(len(values) - len(shared))
+        if new is None:
+            self.cache.release(shared)
+            return
+        others = {int(row) for _, rows in self.held for row in rows}
+        assert others.isdisjoint(new.tolist())
+        rows = np.concatenate((shared, new))
+        self.content |= {int(row): tuple(values[: at + 1]) for at, row in enumerate(rows)}
+        self.held.append((tokens, rows))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def remember(self, data: st.DataObject) -> None:
+        tokens, rows = data.draw(st.sampled_from(self.held))
+        count = data.draw(st.integers(1, len(rows)))
+        self.cache.insert(tokens[:count], rows[:count])
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        _, rows = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.cache.release(rows)
+
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+
+    @invariant()
+    def every_row_is_free_or_somebodys(self) -> None:
+        held = {int(row) for _, rows in self.held for row in rows}
+        assert self.cache.pool.free_count + len(held | cached_rows(self.cache)) == self.SIZE
+
+    def teardown(self) -> None:
+        for _, rows in self.held:
+            self.cache.release(rows)
+        self.cache.clear()
+        taken = self.cache.allocate(self.SIZE)
+        assert taken is not None
+        assert sorted(taken.tolist()) == list(range(self.SIZE))
+
+
+def cached_rows(cache: PrefixCache) -> set[int]:
+    return {int(row) for node in cache._nodes() for row in node.rows}
+
+
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

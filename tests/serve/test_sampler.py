@@ -27,6 +27,35 @@ def test_top_k_then_top_p_over_what_is_left() -> None:
     assert probabilities(Sampling(top_k=3, top_p=0.8)) == pytest.approx(expected, abs=1e-6)
 
 
+def plainly_restricted(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """top_k, then top_p over the whole sorted vocabulary, in double precision."""
+    probs, order = (logits.double() / sampling.temperature).softmax(-1).sort(descending=True)
+    if sampling.top_k > 0:
+        probs[sampling.top_k :] = 0
+    probs /= probs.sum()
+    probs[probs.cumsum(-1) - probs >= sampling.top_p] = 0
+    return torch.zeros_like(probs).scatter(0, order, probs / probs.sum())
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0], ids=["near uniform", "wide", "peaked"])
+def test_a_large_vocabulary_is_restricted_as_if_it_were_sorted(spread: float) -> None:
+    samplings = [
+        Sampling(top_p=0.5),
+        Sampling(top_p=0.95, temperature=0.7),
+        Sampling(top_k=2000),
+        Sampling(top_k=20, top_p=0.9),
+        Sampling(top_k=9000, temperature=2),
+    ]
+    logits = torch.randn(5, 5000, generator=torch.Generator().manual_seed(1)) * spread
+    for batch in [samplings, *([each] for each in samplings)]:
+        rows = processed_logprobs(logits[: len(batch)], batch).exp()
+        for row, its_logits, sampling in zip(rows, logits, batch, strict=False):
+            expected = plainly_restricted(its_logits, sampling)
+            # One token at the very edge may fall either way in single precision.
+            assert int(((row > 0) != (expected > 0)).sum()) <= 1
+            assert (row - expected).abs().max() < 1e-3
+
+
 def test_the_likeliest_token_always_stays() -> None:
     assert probabilities(Sampling(top_p=1e-6)) == [1, 0, 0, 0, 0, 0]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from agentlightning.trainer.serve.text import TextStream
-from agentlightning.trainer.serve.tools import ToolCallParser, merge_deltas, parse_call
+from agentlightning.trainer.serve.tools import ToolCall, ToolCallParser, parse_call
 from tests.fakes.tiny_model import tiny_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -45,24 +45,23 @@ def test_special_tokens_are_no_text() -> None:
     assert stream.push(TOKENIZER.eos_token_id) + stream.finish() == ""
 
 
-def parsed(text: str) -> dict[str, object]:
+def parsed(text: str) -> tuple[str, list[ToolCall]]:
     parser = ToolCallParser()
-    deltas = [delta for char in text for delta in parser.push(char)]
-    return merge_deltas(deltas + parser.finish())
+    pieces = [parser.push(char) for char in text] + [parser.push("", last=True)]
+    return "".join(text for text, _ in pieces), [call for _, calls in pieces for call in calls]
 
 
 def test_calls_and_text_are_told_apart() -> None:
-    message = parsed(
+    content, calls = parsed(
         'Let me see.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
         '<tool_call>{"name": "now"}</tool_call>'
     )
-    assert message["content"] == "Let me see."
-    calls = message["tool_calls"]
-    assert [c["function"] for c in calls] == [
-        {"name": "add", "arguments": '{"a": 1}'},
-        {"name": "now", "arguments": "{}"},
+    assert content == "Let me see."
+    assert [(c.index, c.name, c.arguments) for c in calls] == [
+        (0, "add", '{"a": 1}'),
+        (1, "now", "{}"),
     ]
-    assert all(c["id"].startswith("call_") for c in calls)
+    assert all(c.id.startswith("call_") for c in calls)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +71,15 @@ def test_calls_and_text_are_told_apart() -> None:
         '<tool_call>{"arguments": {}}</tool_call>',
         "<tool_call>[1]</tool_call> and on",
         "a < b <tool",
+        "<tool_call>never ended",
     ],
 )
 def test_what_is_no_call_stays_text(text: str) -> None:
-    assert parsed(text) == {"role": "assistant", "content": text}
+    assert parsed(text) == (text, [])
 
 
 def test_a_last_call_may_lack_its_closing_tag() -> None:
-    assert parsed('<tool_call>{"name": "f", "arguments": {}}')["tool_calls"]
+    assert parsed('<tool_call>{"name": "f", "arguments": {}}')[1][0].name == "f"
 
 
 def test_arguments_must_be_an_object() -> None:

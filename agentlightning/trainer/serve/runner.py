@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from agentlightning.errors import ModelError
 from agentlightning.trainer.serve.cache import Ids, Rows
+from agentlightning.trainer.serve.packed import PackedLinear, pack_linears
 
 _ATTENTION = "agentlightning_pool"
 
@@ -77,10 +78,11 @@ class ModelRunner:
         self.vocabulary: int = config.vocab_size
         self.max_context = _max_context(config)
         if device.type == "cpu" and dtype == torch.bfloat16 and torch.backends.mkldnn.enabled:
-            _pack_linears(self.model)
+            pack_linears(self.model)
         heads = config.num_key_value_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._pool = torch.zeros(
+        # Not zeroed: a row is read only after it was written, and costs no memory before.
+        self._pool = torch.empty(
             (config.num_hidden_layers, pool_rows, 2, heads, size), dtype=dtype, device=device
         )
 
@@ -121,7 +123,7 @@ class ModelRunner:
         for name, parameter in ours.items():
             parameter.copy_(theirs[name])
         for module in self.model.modules():
-            if isinstance(module, _PackedLinear):
+            if isinstance(module, PackedLinear):
                 module.pack()
 
     def load_aside(self, folder: Path) -> nn.Module:
@@ -152,9 +154,11 @@ class ModelRunner:
 
     def _decode(self, start: int, segments: Sequence[Segment]) -> _Decode:
         lengths_B = np.array([len(s.rows) for s in segments])
-        rows_BL = np.zeros((len(segments), lengths_B.max()), np.int64)
+        rows_BL = np.empty((len(segments), lengths_B.max()), np.int64)
         for row, segment in zip(rows_BL, segments, strict=True):
             row[: len(segment.rows)] = segment.rows
+            # A weight of 0 does not hide a NaN: padding reads a row that was written, its own.
+            row[len(segment.rows) :] = segment.rows[0]
         outside_BL = np.arange(rows_BL.shape[1]) >= lengths_B[:, None]
         bias_BL = torch.zeros(outside_BL.shape, dtype=self._dtype, device=self.device)
         bias_BL.masked_fill_(self._tensor(outside_BL), -torch.inf)
@@ -255,36 +259,3 @@ def _decode_attention(
         scale=scaling,
     )
     return out.reshape(query_BHD.shape)
-
-
-class _PackedLinear(nn.Module):
-    """A bf16 linear layer whose weight is kept a second time in oneDNN's own order.
-
-    torch reorders a bf16 weight in every call on the CPU, which costs up to two thirds of it
-    at the batch sizes of decoding.
-    """
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.pack()
-
-    def pack(self) -> None:
-        reorder = torch.ops.mkldnn._reorder_linear_weight
-        self._packed = reorder(self.weight.detach(), _PACKED_FOR_ROWS)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._packed, self.bias, "none", [], ""
-        )
-        return out
-
-
-_PACKED_FOR_ROWS = 32
-
-
-def _pack_linears(model: nn.Module) -> None:
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, _PackedLinear(child))

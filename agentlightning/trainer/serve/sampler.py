@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+_CANDIDATES = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -83,18 +85,25 @@ def processed_logprobs(logits_BV: torch.Tensor, samplings: Sequence[Sampling]) -
 
 
 def _restrict(logits_BV: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    size = logits_BV.shape[-1]
+    """Sorting the whole vocabulary is the slow part, so the likeliest are tried first: they do
+    wherever top_k, or top_p of the probability, lies among them."""
+    size, device = logits_BV.shape[-1], logits_BV.device
     ks = [s.top_k if 0 < s.top_k < size else size for s in samplings]
-    # Sorting the whole vocabulary is the slow part; with top_k everywhere it is not needed.
-    sorted_BK, order_BK = logits_BV.topk(max(ks), -1)
-    rank_K = torch.arange(max(ks), device=logits_BV.device)
-    beyond_BK = rank_K >= torch.tensor(ks, device=logits_BV.device)[:, None]
-    sorted_BK = sorted_BK.masked_fill(beyond_BK, -torch.inf)
-    probs_BK = sorted_BK.softmax(-1)
-    before_BK = probs_BK.cumsum(-1) - probs_BK
-    top_p = torch.tensor([s.top_p for s in samplings], device=logits_BV.device)[:, None]
+    first = max(k if k < size else min(_CANDIDATES, size) for k in ks)
+    k_B1 = torch.tensor(ks, device=device)[:, None]
+    p_B1 = torch.tensor([s.top_p for s in samplings], device=device)[:, None]
+    for count in (first, size):
+        sorted_BK, order_BK = logits_BV.topk(count, -1)
+        rank_K = torch.arange(count, device=device)
+        sorted_BK = sorted_BK.masked_fill(rank_K >= k_B1, -torch.inf)
+        within_B1 = sorted_BK.logsumexp(-1, keepdim=True)
+        total_B1 = torch.where(k_B1 < size, within_B1, logits_BV.logsumexp(-1, keepdim=True))
+        probs_BK = (sorted_BK - total_B1).exp()
+        upto_BK = probs_BK.cumsum(-1)
+        if ((k_B1 <= count) | (upto_BK[:, -1:] >= p_B1)).all():
+            break
     # A token stays while those before it have less than top_p: the likeliest always stays.
-    outside_BK = (before_BK >= top_p) & (top_p < 1) & (rank_K > 0)
+    outside_BK = (upto_BK - probs_BK >= p_B1) & (p_B1 < 1) & (rank_K > 0)
     kept_BK = sorted_BK.masked_fill(outside_BK, -torch.inf)
     return torch.full_like(logits_BV, -torch.inf).scatter(1, order_BK, kept_BK)
 

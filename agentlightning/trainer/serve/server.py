@@ -14,8 +14,9 @@ from agentlightning import serving
 from agentlightning.config import ServeConfig
 from agentlightning.errors import ModelError
 from agentlightning.trainer.models import fast_dtype, pick_device, resolve_model
-from agentlightning.trainer.serve.app import ModelApp, ServedModel
+from agentlightning.trainer.serve.app import ModelApp
 from agentlightning.trainer.serve.engine import Engine
+from agentlightning.trainer.serve.prompts import ServedModel
 from agentlightning.trainer.serve.runner import ModelRunner
 
 

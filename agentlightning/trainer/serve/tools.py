@@ -8,23 +8,33 @@ from __future__ import annotations
 
 import json
 import uuid
-from typing import Any, TypeAlias
+from dataclasses import dataclass
 
 from agentlightning.trainer.serve.text import held_back
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
-Delta: TypeAlias = "dict[str, Any]"
-"""A delta of OpenAI's chat stream: ``{"content": …}`` or ``{"tool_calls": [{…}]}``."""
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """``index`` is its place among the calls of the answer, ``arguments`` are JSON text."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
 
 
 class ToolCallParser:
-    """Splits streamed text into content and tool calls.
+    """Splits streamed text into content and tool calls. A call comes whole, so all tokens of
+    a step fit one chunk of the client's stream.
 
     Example:
         >>> parser = ToolCallParser()
-        >>> parser.push('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')[1]
-        {'tool_calls': [{'index': 0, 'function': {'arguments': '{"a": 1}'}}]}
+        >>> parser.push('Let me add.<tool_call>{"name": "add", "arg')
+        ('Let me add.', ())
+        >>> parser.push('uments": {"a": 1}}</tool_call>')[1][0].arguments
+        '{"a": 1}'
     """
 
     def __init__(self) -> None:
@@ -32,52 +42,35 @@ class ToolCallParser:
         self._content = False
         self.calls = 0
 
-    def push(self, text: str) -> list[Delta]:
-        """Deltas that ``text`` completes: for a call, its id and name, then its arguments."""
+    def push(self, text: str, *, last: bool = False) -> tuple[str, tuple[ToolCall, ...]]:
+        """The content and the calls that ``text`` completes. With ``last`` nothing is held
+        back any more; a last call may lack its closing tag."""
         self._held += text
-        deltas: list[Delta] = []
+        content, calls = [], []
         while (start := self._held.find(OPEN)) >= 0:
             end = self._held.find(CLOSE, start)
-            deltas += self._text(self._held[:start])
-            self._held = self._held[start:]
-            if end < 0:
-                return deltas
-            end += len(CLOSE) - start
-            block, self._held = self._held[:end], self._held[end:]
-            deltas += self._block(block)
-        keep = held_back(self._held, (OPEN,))
-        cut = len(self._held) - keep
-        deltas += self._text(self._held[:cut])
+            if end < 0 and not last:
+                break
+            content.append(self._text(self._held[:start]))
+            stop = end + len(CLOSE) if end >= 0 else len(self._held)
+            block, self._held = self._held[start:stop], self._held[stop:]
+            if call := parse_call(block.removeprefix(OPEN).removesuffix(CLOSE)):
+                calls.append(ToolCall(self.calls, f"call_{uuid.uuid4().hex[:24]}", *call))
+                self.calls += 1
+            else:
+                content.append(self._text(block))
+        keep = 0 if last else held_back(self._held, (OPEN,))
+        cut = start if start >= 0 else len(self._held) - keep
+        content.append(self._text(self._held[:cut]))
         self._held = self._held[cut:]
-        return deltas
+        return "".join(content), tuple(calls)
 
-    def finish(self) -> list[Delta]:
-        """Deltas of what was held back; a last call may lack its closing tag."""
-        held, self._held = self._held, ""
-        return self._block(held) if held.startswith(OPEN) else self._text(held)
-
-    def _text(self, text: str) -> list[Delta]:
+    def _text(self, text: str) -> str:
         # Blank lines around calls are layout of the form, not content.
         if not text or (not text.strip() and (self.calls or not self._content)):
-            return []
+            return ""
         self._content = True
-        return [{"content": text}]
-
-    def _block(self, block: str) -> list[Delta]:
-        call = parse_call(block.removeprefix(OPEN).removesuffix(CLOSE))
-        if call is None:
-            self._content = True
-            return [{"content": block}]
-        name, arguments = call
-        index, self.calls = self.calls, self.calls + 1
-        head = {
-            "index": index,
-            "id": f"call_{uuid.uuid4().hex[:24]}",
-            "type": "function",
-            "function": {"name": name, "arguments": ""},
-        }
-        tail = {"index": index, "function": {"arguments": arguments}}
-        return [{"tool_calls": [head]}, {"tool_calls": [tail]}]
+        return text
 
 
 def parse_call(text: str) -> tuple[str, str] | None:
@@ -92,26 +85,3 @@ def parse_call(text: str) -> tuple[str, str] | None:
     if not isinstance(arguments, dict):
         return None
     return call["name"], json.dumps(arguments, ensure_ascii=False)
-
-
-def merge_deltas(deltas: list[Delta]) -> dict[str, Any]:
-    """The message that a client builds from deltas; ``content`` is None where there is none.
-
-    Example:
-        >>> merge_deltas([{"content": "a"}, {"content": "b"}])
-        {'role': 'assistant', 'content': 'ab'}
-    """
-    content = "".join(d["content"] for d in deltas if "content" in d)
-    calls: dict[int, dict[str, Any]] = {}
-    for part in (part for d in deltas for part in d.get("tool_calls", ())):
-        call = calls.setdefault(
-            part["index"], {"type": "function", "function": {"name": "", "arguments": ""}}
-        )
-        call.update({key: part[key] for key in ("id", "type") if key in part})
-        for key, value in part["function"].items():
-            call["function"][key] += value
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if calls:
-        message["content"] = content or None
-        message["tool_calls"] = [calls[index] for index in sorted(calls)]
-    return message

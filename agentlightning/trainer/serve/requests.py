@@ -1,16 +1,15 @@
-"""What requests may say, checked, and how answers are written: OpenAI's API with vLLM's
-``return_token_ids``. Fields that we do not know are ignored."""
+"""What requests may say: OpenAI's API with vLLM's ``return_token_ids``. Fields that we do not
+know are ignored."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, DirectoryPath, Field, ValidationError
 
 from agentlightning.errors import AgentLightningError
-from agentlightning.trainer.serve.sampler import Drawn, Sampling
+from agentlightning.trainer.serve.sampler import Sampling
 from agentlightning.types import Json
 
 _Finite = Field(allow_inf_nan=False)
@@ -142,7 +141,14 @@ class CompletionRequest(GenerationRequest):
         return prompt  # type: ignore[no-any-return]
 
 
-R = TypeVar("R", bound=GenerationRequest)
+class UpdateRequest(BaseModel):
+    """``POST /update_weights``: the folder of the new weights, and what they are called."""
+
+    path: DirectoryPath
+    version: int = Field(ge=0, strict=True)
+
+
+R = TypeVar("R", bound=BaseModel)
 
 
 def parse(kind: type[R], body: bytes) -> R:
@@ -162,66 +168,3 @@ def parse(kind: type[R], body: bytes) -> R:
             "" if first["type"] == "missing" else f" is {json.dumps(content.get(name or ''))[:200]}"
         )
         raise RequestError(f"{name}{got}: {first['msg']}.", param=name) from error
-
-
-class TokenTexts:
-    """Text and bytes of single tokens, as logprobs report them."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-
-    def text(self, token: int) -> str:
-        if token not in self._texts:
-            self._texts[token] = self._tokenizer.decode([token])
-        return self._texts[token]
-
-    def chat(self, drawn: Drawn) -> dict[str, Any]:
-        """An element of ``logprobs.content``."""
-        entry = self._entry(drawn.token, drawn.logprob)
-        entry["top_logprobs"] = [self._entry(token, logprob) for token, logprob in drawn.top]
-        return entry
-
-    def completion(self, drawn: Sequence[Drawn], offset: int) -> dict[str, Any]:
-        """``logprobs`` of a completion; ``offset`` is where the first token's text starts."""
-        texts = [self.text(d.token) for d in drawn]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": [finite(d.logprob) for d in drawn],
-            "top_logprobs": [
-                {self.text(token): finite(logprob) for token, logprob in d.top} or None
-                for d in drawn
-            ],
-            "text_offset": offsets,
-        }
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.text(token)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
-
-
-def finite(logprob: float) -> float:
-    """JSON has no infinity: an alternative that cannot be drawn is -9999, as in vLLM."""
-    return max(logprob, -9999.0)
-
-
-def usage(prompt_tokens: int, completion_tokens: int, cached: int = 0) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-def sse(content: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
-    return (
-        b"data: "
-        + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
-        + b"\n\n"
-    )
