@@ -364,7 +364,8 @@ def read_tree(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ConfigError(f"config: there is no file {path}.") from error
     except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config: {path or 'overrides'}: {error}") from error
+        why = " ".join(str(error).split())
+        raise ConfigError(f"config: {path or 'overrides'}: {why}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"config: {path} holds {type(tree).__name__}, not settings.")
     return {str(key): value for key, value in tree.items()}

@@ -14,6 +14,7 @@ from agentlightning.config import (
     GatewayConfig,
     SamplingConfig,
     ServeConfig,
+    load_config,
     load_section,
     read_tree,
 )
@@ -45,6 +46,7 @@ def train(
     ] = False,
 ) -> None:
     """Train as CONFIG says: gateway, controller, model server and trainer on this machine."""
+    load_config(config, overrides or [])  # a mistake is said before torch is imported
     from agentlightning.cli.display import Display
     from agentlightning.cli.train import train as run
 
@@ -55,6 +57,7 @@ def train(
 
 def evaluate(config: ConfigFile, overrides: Overrides = None) -> None:
     """Measure the model of CONFIG on its held-out tasks; train nothing."""
+    load_config(config, overrides or [])
     from agentlightning.cli.display import Display
     from agentlightning.cli.train import evaluate as run
 

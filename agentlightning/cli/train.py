@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from agentlightning.cli.display import Display
 from agentlightning.cli.services import ServiceSpec, Supervisor
-from agentlightning.config import Config, load_config, read_tree
+from agentlightning.config import Config, load_config
 from agentlightning.errors import ConfigError, Interrupted, NotTrainable
 from agentlightning.serving import bound_url, listen
 from agentlightning.store import open_store
@@ -27,6 +27,7 @@ from agentlightning.trainer.probe import probe
 from agentlightning.trainer.publish import Publisher
 from agentlightning.trainer.report import plot_rewards, summarise
 from agentlightning.trainer.run_folder import RunFolder, existing_run_folder, new_run_folder
+from agentlightning.trainer.tasks import load_run_tasks
 from agentlightning.trainer.torch_policy import TorchPolicy
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ def evaluate(config_path: Path, overrides: Sequence[str], *, display: Display) -
 
 
 def _run(config: Config, folder: RunFolder, *, resume: bool, display: Display) -> None:
+    _check_inputs(config)
     folder.acquire()
     try:
         folder.write_config(config)
@@ -198,18 +200,24 @@ async def _check(server_url: str) -> str:
 
 def _refuse_other_run(config: Config, folder: RunFolder) -> None:
     """A run goes on only with the model, seed and tasks that it began with."""
-    began = read_tree(folder.config_file, [])
-    now = config.model_dump(mode="json")
-    for section, name in (("model", None), ("seed", None), ("tasks", "train"), ("tasks", "val")):
-        old, new = began[section], now[section]
-        if name is not None:
-            old, new = old[name], new[name]
+    began = load_config(folder.config_file)
+    for key in ("model", "seed", "tasks"):
+        old, new = getattr(began, key), getattr(config, key)
         if old != new:
-            key = section if name is None else f"{section}.{name}"
             raise ConfigError(
-                f"config: {key} is {new!r}, but {folder.path} began with {old!r}. Resume with the "
+                f"config: {key} is {new!s}, but {folder.path} began with {old!s}. Resume with the "
                 "same, or start a new run."
             )
+
+
+def _check_inputs(config: Config) -> None:
+    """What can be wrong with files is said before anything is started."""
+    load_run_tasks(config)
+    script = config.agent.python
+    if script is not None and script.endswith(".py") and not Path(script).is_file():
+        raise ConfigError(f"config: agent.python: there is no script {script} in {Path.cwd()}.")
+    if config.chat_template is not None and not config.chat_template.is_file():
+        raise ConfigError(f"config: chat_template: there is no file {config.chat_template}.")
 
 
 async def _ended_by_signals(work: Coroutine[Any, Any, T]) -> T:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from agentlightning.config import Config, launch_config
-from agentlightning.errors import ConfigError, TrainerError
+from agentlightning.errors import TrainerError
 from agentlightning.store import Store
 from agentlightning.trainer.batch import Batch, build_batch
 from agentlightning.trainer.checkpoint import (
@@ -31,7 +31,7 @@ from agentlightning.trainer.policy import Policy
 from agentlightning.trainer.publish import Publisher
 from agentlightning.trainer.run_folder import RunFolder
 from agentlightning.trainer.statistics import Estimate, estimate
-from agentlightning.trainer.tasks import Task, TaskOrder, load_tasks
+from agentlightning.trainer.tasks import TaskOrder, load_run_tasks
 from agentlightning.types import Rollout
 
 log = logging.getLogger(__name__)
@@ -105,10 +105,8 @@ class Trainer:
         self._observer = observer
         self._progress = Progress()
         self._silent_steps = 0
-        self._tasks = TaskOrder(
-            load_tasks(config.tasks.train), seed=config.seed, shuffle=config.tasks.shuffle
-        )
-        self._val_tasks = _validation_tasks(config)
+        tasks, self._val_tasks = load_run_tasks(config)
+        self._tasks = TaskOrder(tasks, seed=config.seed, shuffle=config.tasks.shuffle)
         self._collector = Collector(
             store=store,
             launch=launch_config(config, model=model),
@@ -348,18 +346,6 @@ class _Clock:
     @property
     def total(self) -> float:
         return time.monotonic() - self._started
-
-
-def _validation_tasks(config: Config) -> list[Task]:
-    if config.tasks.val is None:
-        return []
-    tasks = load_tasks(config.tasks.val)
-    if len(tasks) < config.validation.tasks:
-        raise ConfigError(
-            f"tasks: {config.tasks.val} holds {len(tasks)} tasks, validation.tasks asks for "
-            f"{config.validation.tasks}."
-        )
-    return tasks[: config.validation.tasks]
 
 
 def _evaluator_failed(rollout: Rollout) -> bool:

@@ -74,9 +74,8 @@ class RunFolder:
     def admin_key(self) -> str:
         """The run's admin key, made at its first use and readable by its owner only."""
         path = self.path / "admin.key"
-        if not path.exists():
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-                file.write(secrets.token_urlsafe(32))
+        if not path.exists() or not path.read_text():
+            write_atomically(path, secrets.token_urlsafe(32), mode=0o600)
         return path.read_text()
 
     def write_config(self, config: Config) -> None:
@@ -89,29 +88,32 @@ class RunFolder:
             file.write(json.dumps(line) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
+        """The steps, without a last line that a kill cut off."""
         if not self.metrics_file.exists():
             return []
-        return [json.loads(line) for line in self.metrics_file.read_text().splitlines() if line]
+        *lines, _ = self.metrics_file.read_text().split("\n")
+        return [json.loads(line) for line in lines]
 
     def drop_metrics_after(self, step: int) -> int:
         """Moves the lines of steps whose weights were lost to another file; returns how many."""
         lines = self.metrics()
         lost = [line for line in lines if line["step"] > step]
-        if lost:
-            with self.lost_metrics_file.open("a") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lost)
-            kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
-            write_atomically(self.metrics_file, "".join(kept))
+        with self.lost_metrics_file.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lost)
+        kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
+        write_atomically(self.metrics_file, "".join(kept))
         return len(lost)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         write_atomically(self.summary_file, json.dumps(summary, indent=2) + "\n")
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
     """A reader sees the old file or the new one, never a part."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+        file.write(text)
     partial.replace(path)
 
 

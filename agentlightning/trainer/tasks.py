@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentlightning.config import Config
 from agentlightning.errors import ConfigError
 
 Task = Mapping[str, Any]
@@ -25,18 +26,34 @@ def load_tasks(path: Path) -> list[Task]:
     return tasks
 
 
+def load_run_tasks(config: Config) -> tuple[list[Task], list[Task]]:
+    """The tasks to train on and those to validate on, as the configuration says."""
+    train = load_tasks(config.tasks.train)
+    if config.tasks.val is None:
+        return train, []
+    held_out = load_tasks(config.tasks.val)
+    if len(held_out) < config.validation.tasks:
+        raise ConfigError(
+            f"tasks: {config.tasks.val} holds {len(held_out)} tasks, validation.tasks asks for "
+            f"{config.validation.tasks}."
+        )
+    return train, held_out[: config.validation.tasks]
+
+
 def _parse(path: Path, number: int, line: str) -> Task:
     try:
-        task = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"tasks: {path}, line {number} is not JSON: {error.msg} at column {error.colno}."
-        ) from error
+        task = json.loads(line, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise ConfigError(f"tasks: {path}, line {number} is not JSON: {error}.") from error
     if not isinstance(task, dict):
         raise ConfigError(
             f"tasks: {path}, line {number} is a {type(task).__name__}; a task is a JSON object."
         )
     return task
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"it has no number {name}")
 
 
 class TaskOrder:

@@ -72,3 +72,19 @@ def test_metrics_of_lost_steps_are_moved_not_forgotten(tmp_path: Path) -> None:
     assert folder.metrics() == [{"step": 1}, {"step": 2, "again": True}]
     lost = [json.loads(line) for line in folder.lost_metrics_file.read_text().splitlines()]
     assert lost == [{"step": 2}, {"step": 3}]
+
+
+def test_a_line_that_a_kill_cut_off_is_no_step(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.append_metrics({"step": 1})
+    with folder.metrics_file.open("a") as file:
+        file.write('{"step": 2, "rew')
+    assert folder.metrics() == [{"step": 1}]
+    folder.drop_metrics_after(1)
+    folder.append_metrics({"step": 2})
+    assert folder.metrics() == [{"step": 1}, {"step": 2}]
+
+
+def test_an_empty_key_file_is_no_key(tmp_path: Path) -> None:
+    (tmp_path / "admin.key").touch()
+    assert len(RunFolder(tmp_path).admin_key()) >= 32

@@ -20,6 +20,7 @@ def test_loads_one_object_a_line_and_skips_blank_lines(tmp_path: Path) -> None:
         ('{"q": 1}\n{"q": \n', "line 2 is not JSON"),
         ('{"q": 1}\n[1]\n', "line 2 is a list"),
         ("\n", "holds no task"),
+        ('{"q": NaN}', "it has no number NaN"),
     ],
 )
 def test_a_broken_file_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
