@@ -116,7 +116,7 @@ class LocalEvaluator:
         finally:
             process.kill(0.0)  # also where this task is cancelled; harmless after the end
         if end.code != 0:
-            last = await asyncio.to_thread(tail, Path(spec.stderr), lines=5)
+            last = await asyncio.to_thread(tail, Path(spec.stderr), lines=1)
             why = end.launch_error or f"exit code {end.code}: {last}"
             raise EvaluatorError(f"the evaluator failed: {why}")
 
