@@ -19,7 +19,9 @@ class Metrics:
             ["dialect", "status", "trainable", "reason"],
             registry=self.registry,
         )
-        self._tokens = Counter("agl_tokens", "Tokens recorded.", ["kind"], registry=self.registry)
+        tokens = Counter("agl_tokens", "Tokens recorded.", ["kind"], registry=self.registry)
+        self._prompt_tokens = tokens.labels("prompt")
+        self._completion_tokens = tokens.labels("completion")
         self._refused = Counter(
             "agl_refused", "Requests that the gateway refused.", ["code"], registry=self.registry
         )
@@ -41,8 +43,8 @@ class Metrics:
         """A call was committed."""
         trainable = "true" if call.trainable else "false"
         self._calls.labels(call.dialect, call.status, trainable, call.reason or "").inc()
-        self._tokens.labels("prompt").inc(len(call.prompt_ids))
-        self._tokens.labels("completion").inc(sum(len(c.token_ids) for c in call.completions))
+        self._prompt_tokens.inc(len(call.prompt_ids))
+        self._completion_tokens.inc(sum(len(c.token_ids) for c in call.completions))
         self._added.observe(added_seconds)
 
     def refused(self, code: str) -> None:

@@ -1,13 +1,18 @@
-"""One thread that writes, and commits what many coroutines asked for in one transaction."""
+"""Commits what many coroutines asked for in one transaction, with one sync.
+
+Operations run in the event loop, each some hundred microseconds; what may wait, for another
+process's lock or for the disk, runs in a thread. Running the operations there too would have
+the thread and the loop hand the interpreter's lock to each other at every statement.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import sqlite3
-import threading
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,7 +28,6 @@ MAX_BATCH = 256
 class _Operation:
     run: Callable[[sqlite3.Connection], Any]
     wakes: bool
-    loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
     value: Any = None
     error: Exception | None = None
@@ -38,7 +42,7 @@ class _Operation:
 
 
 class Writer:
-    """Runs operations in the order they were asked for.
+    """Runs operations in the order they were asked for, all from one event loop.
 
     An operation that raises is undone alone (each has its savepoint); its neighbours in the
     transaction stand. An answer is given only after the commit that holds it is on disk.
@@ -56,11 +60,11 @@ class Writer:
     ) -> None:
         self._db = db
         self._begun, self._failed, self._changed = begun, failed, changed
-        self._queue: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self._asked: deque[_Operation] = deque()
+        self._work: asyncio.Task[None] | None = None
         self._closed = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-writer")
         self.transactions = 0
-        self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
-        self._thread.start()
 
     async def write(self, run: Callable[[sqlite3.Connection], T], *, wakes: bool = False) -> T:
         """What ``run`` returned, once it is committed; or raises what it raised."""
@@ -68,54 +72,50 @@ class Writer:
             raise StoreUnavailable("the store is closed; open it again with open_store(url)")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._queue.put(_Operation(run, wakes, loop, future))
+        self._asked.append(_Operation(run, wakes, future))
+        if self._work is None or self._work.done():
+            self._work = loop.create_task(self._commit_all())
         return await future
 
     async def close(self) -> None:
-        """Ends the thread when everything asked for is committed."""
-        if not self._closed:
-            self._closed = True
-            self._queue.put(None)
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
-
-    def _run(self) -> None:
-        while (batch := self._take()) is not None:
-            if batch:
-                self._commit(batch)
-                self._answer(batch)
+        """Returns when everything asked for is committed."""
+        self._closed = True
+        if self._work is not None:
+            await asyncio.wait([self._work])
+        self._thread.shutdown()
         self._db.close()
 
-    def _take(self) -> list[_Operation] | None:
-        """What is queued now (at least one); an empty queue's end gives None."""
-        first = self._queue.get()
-        if first is None:
-            return None
-        batch = [first]
-        while len(batch) < MAX_BATCH:
+    async def _commit_all(self) -> None:
+        while self._asked:
+            batch: list[_Operation] = []
             try:
-                operation = self._queue.get_nowait()
-            except queue.Empty:
-                break
-            if operation is None:
-                self._queue.put(None)  # seen again when this batch is done
-                break
-            batch.append(operation)
-        return batch
+                if not self._db.in_transaction:
+                    await self._in_thread(self._begin)
+                self._begun(self._db)
+                while self._asked and len(batch) < MAX_BATCH:
+                    batch.append(self._asked.popleft())
+                    self._perform(batch[-1])
+                await self._in_thread(self._commit)
+                self.transactions += 1
+            except sqlite3.Error as error:  # full disk, lock held too long: nothing of it stands
+                self._lose(batch or [self._asked.popleft()], error)
+            for operation in batch:
+                operation.settle()
+            if any(operation.wakes and operation.error is None for operation in batch):
+                self._changed()
 
-    def _commit(self, batch: list[_Operation]) -> None:
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
-            self._begun(self._db)
-            for operation in batch:
-                self._perform(operation)
-            self._db.execute("COMMIT")
-            self.transactions += 1
-        except sqlite3.Error as error:  # full disk, lock held too long: nothing of it stands
-            with contextlib.suppress(sqlite3.Error):
-                self._db.execute("ROLLBACK")
-            self._failed()
-            for operation in batch:
-                operation.error = StoreUnavailable(f"the store file cannot be written: {error}")
+    async def _in_thread(self, step: Callable[[], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, step)
+
+    def _begin(self) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+
+    def _commit(self) -> None:
+        """Commits; begins the next transaction at once where more was asked for meanwhile."""
+        self._db.execute("COMMIT")
+        if self._asked:
+            with contextlib.suppress(sqlite3.Error):  # then it is begun, and may fail, in turn
+                self._begin()
 
     def _perform(self, operation: _Operation) -> None:
         self._db.execute("SAVEPOINT operation")
@@ -126,16 +126,13 @@ class Writer:
             self._db.execute("ROLLBACK TO operation")
         self._db.execute("RELEASE operation")
 
-    def _answer(self, batch: list[_Operation]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[_Operation]] = {}
+    def _lose(self, batch: list[_Operation], error: sqlite3.Error) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            self._db.execute("ROLLBACK")
+        self._failed()
         for operation in batch:
-            by_loop.setdefault(operation.loop, []).append(operation)
-        wakes = any(operation.wakes and operation.error is None for operation in batch)
-        for loop, operations in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # that loop was closed: nobody waits there
-                loop.call_soon_threadsafe(_settle, operations)
-        if wakes:
-            self._changed()
+            operation.error = StoreUnavailable(f"the store file cannot be written: {error}")
+            operation.settle()
 
 
 def _named(error: Exception) -> Exception:
@@ -144,8 +141,3 @@ def _named(error: Exception) -> Exception:
     if isinstance(error, sqlite3.Error):
         return StoreUnavailable(f"the store file cannot be written: {error}")
     return error
-
-
-def _settle(operations: list[_Operation]) -> None:
-    for operation in operations:
-        operation.settle()
