@@ -39,7 +39,7 @@ class Progress:
     consumed: dict[str, int] = field(default_factory=dict)
 
 
-def save_checkpoint(root: Path, policy: Policy, progress: Progress, *, keep: int) -> Path:
+def save_checkpoint(root: Path, policy: Policy, progress: Progress, keep: int) -> Path:
     """Writes ``root/checkpoint-{step}`` and removes all but the ``keep`` newest."""
     target = root / f"checkpoint-{progress.step}"
     partial = root / f".checkpoint-{progress.step}.partial"

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from agentlightning.config import Config, launch_config
 from agentlightning.errors import TrainerError
@@ -35,6 +37,8 @@ from agentlightning.trainer.tasks import TaskOrder, load_run_tasks
 from agentlightning.types import Rollout
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _SILENT_STEPS_BEFORE_ALARM = 3
 
@@ -101,6 +105,7 @@ class Trainer:
         self._folder = folder
         self._ledger = Ledger(store)
         self._policy = policy
+        self._policy_thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
         self._publisher = publisher
         self._observer = observer
         self._progress = Progress()
@@ -142,6 +147,7 @@ class Trainer:
         line = self._describe(groups, batch, update, clock)
         self._folder.append_metrics(line)
         self._observer.step(line)
+        self._watch_trainable(groups, batch)
         self._watch_signal(batch)
         await self._checkpoint_if_due(clock)
         return batch.dropped
@@ -167,7 +173,7 @@ class Trainer:
         await self._publisher.pause()
         clock.lap("drain")
         try:
-            metrics = await asyncio.to_thread(self._policy.update, batch.rows)
+            metrics = await self._in_thread(self._policy.update, batch.rows)
             clock.lap("update")
             await self._publisher.publish(self._policy, self._progress.policy_version + 1)
             clock.lap("publish")
@@ -217,6 +223,18 @@ class Trainer:
             "time": round(time.time(), 3),
         }
 
+    def _watch_trainable(self, groups: Sequence[Sequence[Collected]], batch: Batch) -> None:
+        """A step whose calls may not be trained looks like any other: say so at once."""
+        if batch.rows or not any(item.calls for group in groups for item in group):
+            return
+        items = [item for group in groups for item in group]
+        reasons = Counter(call.reason for item in items for call in item.calls if call.reason)
+        self._observer.warn(
+            f"no call of step {self._progress.step} can be trained: {_counted(reasons)}. "
+            "`other_model` means that the agent asked for a model by another name than AGL_MODEL "
+            "or {{ model }}; `agl calls` shows each call."
+        )
+
     def _watch_signal(self, batch: Batch) -> None:
         self._silent_steps = 0 if batch.has_signal else self._silent_steps + 1
         if self._silent_steps == _SILENT_STEPS_BEFORE_ALARM:
@@ -231,6 +249,12 @@ class Trainer:
                 f"no rollout of the last {self._silent_steps} steps could be trained: "
                 f"{_counted(batch.dropped)}. See `agl rollouts list`."
             )
+
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        """One thread for all that the policy does: memory that one thread freed is not at
+        once another's."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._policy_thread, work, *arguments)
 
     # --- validation
 
@@ -289,7 +313,7 @@ class Trainer:
         checkpoint = latest_checkpoint(self._folder.path)
         if checkpoint is not None:
             self._progress = load_progress(checkpoint)
-            await asyncio.to_thread(self._policy.load, checkpoint / "training")
+            await self._in_thread(self._policy.load, checkpoint / "training")
         dropped = self._folder.drop_metrics_after(self._progress.step)
         self._collector.lineage = await self._ledger.next_lineage()
         self._collector.lost = await self._ledger.lost(self._progress)
@@ -304,12 +328,9 @@ class Trainer:
         if step != self._config.trainer.updates and (every == 0 or step % every):
             return
         self._observer.phase("checkpoint", 0, 1)
-        await asyncio.to_thread(
-            save_checkpoint,
-            self._folder.path,
-            self._policy,
-            self._progress,
-            keep=self._config.trainer.keep_checkpoints,
+        keep = self._config.trainer.keep_checkpoints
+        await self._in_thread(
+            save_checkpoint, self._folder.path, self._policy, self._progress, keep
         )
         seconds = clock.lap("checkpoint")
         self._progress = replace(

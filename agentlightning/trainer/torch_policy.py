@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import json
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -110,6 +112,7 @@ class TorchPolicy:
             parts.append(self._accumulate(batch))
         between = time.perf_counter()
         norm = self._step()
+        self._give_memory_back()
         return {
             **_totals(parts),
             "grad_norm": norm,
@@ -210,6 +213,13 @@ class TorchPolicy:
         self._updates += 1
         self._publish_masters()
         return norm.item()
+
+    def _give_memory_back(self) -> None:
+        """glibc keeps what an update freed, several GB, which the model server may need."""
+        if self._device.type == "cpu" and sys.platform == "linux":
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+            if trim is not None:
+                trim(0)
 
     @torch.no_grad()
     def _publish_masters(self) -> None:

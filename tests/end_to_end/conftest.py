@@ -121,7 +121,7 @@ def service(trainer: int, name: str) -> psutil.Process:
     raise AssertionError(f"no {name} among {psutil.Process(trainer).children()}")
 
 
-def until(condition: Callable[[], object], *, seconds: float = 90.0) -> None:
+def until(condition: Callable[[], object], *, seconds: float = 240.0) -> None:
     """Waits for something that another process does."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ from agentlightning.store import Store, open_store
 from agentlightning.trainer.loop import Trainer
 from agentlightning.trainer.policy import TrainingRow
 from agentlightning.trainer.run_folder import RunFolder
-from agentlightning.types import Outcome, Rollout
+from agentlightning.types import Call, Outcome, Rollout
 from tests.fakes.policy import RecordingPolicy
-from tests.fakes.world import FakePublisher, Notes, agents, run_one
+from tests.fakes.world import FakePublisher, Notes, agents, one_call, run_one
 
 CONFIG = """
 model: none
@@ -259,3 +260,17 @@ async def test_a_deleted_rollout_is_left_out(
         result = await task
     assert result.before is not None
     assert result.before.reward.n == 1
+
+
+async def test_calls_that_cannot_be_trained_are_said_at_once(
+    config: Config, folder: RunFolder, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def of_another_model(store: Store, rollout: Rollout) -> Call:
+        return replace(await one_call(store, rollout), trainable=False, reason="other_model")
+
+    monkeypatch.setattr("tests.fakes.world.one_call", of_another_model)
+    setting = Setting(config, folder, store)
+    async with agents(store, mixed):
+        with pytest.raises(TrainerError, match="no rollout of the last 3 steps could be trained"):
+            await setting.trainer.run()
+    assert "no call of step 1 can be trained: 8 other_model" in setting.notes.warnings[0]
