@@ -117,7 +117,9 @@ class Relay:
         self, client: Client, run: Run, exchange: Exchange, body: bytes
     ) -> None:
         text = body[:2000].decode(errors="replace")
-        await self._record(client, run, End("error", "upstream_error", text, response=body))
+        refused = exchange.response.status < 500
+        reason = "upstream_refused" if refused else "upstream_error"
+        await self._record(client, run, End("error", reason, text, response=body))
         kind = exchange.response.headers.get("content-type", "application/json")
         await client.answer(exchange.response.status, body, exchange.headers(), content_type=kind)
 

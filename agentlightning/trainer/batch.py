@@ -24,8 +24,8 @@ class Batch:
     """The rows of one update and what was left out, by reason.
 
     ``metrics`` names: ``rollouts`` (all that came), ``rollouts_trained`` (R of the loss),
-    ``rollouts_dropped/<reason>``: ``infrastructure`` and ``no_reward`` (out of the baseline
-    too), ``stale``, ``unknown_version`` and ``no_samples`` (their rewards stay in the
+    ``rollouts_dropped/<reason>``: ``infrastructure``, ``model_server_fault`` (the agent failed
+    after its model server had) and ``no_reward`` (out of the baseline too), ``stale``, ``unknown_version`` and ``no_samples`` (their rewards stay in the
     baseline); ``groups``, ``groups_of_one`` and ``groups_without_signal`` (of those with a
     reward: all advantages 0); ``staleness_mean`` and ``staleness_max`` in policy versions, over
     the trained rollouts, each by its oldest token; ``samples``.
@@ -60,7 +60,7 @@ def build_batch(
 ) -> Batch:
     """Rows for one update of the policy whose version is ``version``."""
     counts: Counter[str] = Counter(rollouts=sum(map(len, groups)), groups=len(groups))
-    rewards = [[_reward(rollout, counts) for rollout, _ in group] for group in groups]
+    rewards = [[_reward(member, counts) for member in group] for group in groups]
     estimates = advantages(rewards, estimator=loss.advantage)
     _count_groups(estimates, counts)
     kept: list[tuple[Sample, float]] = []
@@ -79,10 +79,15 @@ def build_batch(
     return Batch(_rows(kept, loss, rollouts=len(ages)), _metrics(counts, ages, len(kept)))
 
 
-def _reward(rollout: Rollout, counts: Counter[str]) -> float | None:
+def _reward(member: Member, counts: Counter[str]) -> float | None:
     """The reward that counts; None, counted, where there is none or it is not the agent's."""
-    if rollout.outcome is not None and rollout.outcome.kind in INFRASTRUCTURE_OUTCOMES:
+    rollout, sample_set = member
+    kind = rollout.outcome.kind if rollout.outcome is not None else None
+    if kind in INFRASTRUCTURE_OUTCOMES:
         counts["rollouts_dropped/infrastructure"] += 1
+        return None
+    if kind in ("agent_error", "time_limit") and "untrainable/upstream_error" in sample_set.counts:
+        counts["rollouts_dropped/model_server_fault"] += 1
         return None
     if rollout.reward is None or not math.isfinite(rollout.reward):
         counts["rollouts_dropped/no_reward"] += 1

@@ -59,7 +59,7 @@ async def test_a_4xx_passes_as_it_was_and_at_once(stream: bool) -> None:
         assert not {"server", "keep-alive"} & set(answer.headers)
         assert len(s.model.requests) == 1
         call = await s.call()
-        assert (call.status, call.http_status, call.reason) == ("error", 400, "upstream_error")
+        assert (call.status, call.http_status, call.reason) == ("error", 400, "upstream_refused")
         assert b"scripted 400" in (await s.store.raw_call(call.call_id)).response
 
 

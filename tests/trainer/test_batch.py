@@ -30,6 +30,12 @@ def member(name: str, reward, *tokens: int, outcome=None, version=5):
     return rollout, SampleSet(tuple(sample(name, n, version) for n in tokens), {})
 
 
+def after_server_fault(outcome: str):
+    """An agent that saw its model server fail once, and how it ended."""
+    rollout, sample_set = member("c", 0.0, 3, outcome=outcome)
+    return rollout, SampleSet(sample_set.samples, {"untrainable/upstream_error": 1})
+
+
 def build(*groups, loss=PLAIN, version=5, max_staleness=2):
     return build_batch(groups, loss=loss, version=version, max_staleness=max_staleness)
 
@@ -53,6 +59,8 @@ def test_a_success_in_three_samples_counts_once_in_the_baseline():
         (member("c", 0.0, 3, version=2), "stale", True),
         (member("c", 0.0, 3, version=-1), "unknown_version", True),
         (member("c", 0.0), "no_samples", True),
+        (after_server_fault("agent_error"), "model_server_fault", False),
+        (after_server_fault("time_limit"), "model_server_fault", False),
     ],
 )
 def test_what_is_dropped_is_counted_and_leaves_the_loss(odd, reason, in_baseline):
@@ -107,3 +115,8 @@ def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget):
     for batch in batches:
         longest = max(len(row.sample.token_ids) for row in batch)
         assert len(batch) == 1 or len(batch) * longest <= budget
+
+
+def test_an_agent_that_got_over_a_fault_of_its_server_is_trained():
+    batch = build([member("a", 1.0, 3), after_server_fault("completed")])
+    assert {row.sample.rollout_id for row in batch.rows} == {"a", "c"}
