@@ -25,10 +25,11 @@ class Batch:
 
     ``metrics`` names: ``rollouts`` (all that came), ``rollouts_trained`` (R of the loss),
     ``rollouts_dropped/<reason>``: ``infrastructure``, ``model_server_fault`` (the agent failed
-    after its model server had) and ``no_reward`` (out of the baseline too), ``stale``, ``unknown_version`` and ``no_samples`` (their rewards stay in the
-    baseline); ``groups``, ``groups_of_one`` and ``groups_without_signal`` (of those with a
-    reward: all advantages 0); ``staleness_mean`` and ``staleness_max`` in policy versions, over
-    the trained rollouts, each by its oldest token; ``samples``.
+    after its model server had) and ``no_reward`` (out of the baseline too), ``stale``,
+    ``unknown_version`` and ``no_samples`` (their rewards stay in the baseline); ``groups``,
+    ``groups_of_one`` and ``groups_without_signal`` (of those with a reward: all advantages 0);
+    ``staleness_mean`` and ``staleness_max`` in policy versions, over the trained rollouts, each
+    by its oldest token; ``samples``.
     """
 
     rows: tuple[TrainingRow, ...]
