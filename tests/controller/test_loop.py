@@ -288,3 +288,24 @@ async def test_a_waiting_claim_does_not_outlast_our_leases(
     await asyncio.wait_for(claimed.wait(), 20)
     # at worst the leases were renewed a quarter of their length before the claim
     assert waits[0] <= 2 * 3 / 4
+
+
+@pytest.mark.parametrize(("deaths", "state"), [(1, "succeeded"), (9, "failed")])
+async def test_a_fork_server_killed_while_it_starts_is_started_once_more(
+    store: SqliteStore, controller: Start, rollout: Make, tmp_path: Path, deaths: int, state: str
+) -> None:
+    (tmp_path / "warm.py").write_text(
+        "import os, signal\n"
+        f"with open({str(tmp_path / 'starts')!r}, 'a+') as file:\n"
+        "    file.write('x')\n"
+        f"    if file.tell() <= {deaths}:\n"
+        "        file.flush()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    (tmp_path / "agent.py").write_text("")
+    controller()
+    preload = [str(tmp_path / "warm.py")]
+    await store.add_rollouts([rollout(python=str(tmp_path / "agent.py"), preload=preload)])
+    [ended] = await finished(store, "r1")
+    assert ended.state == state
+    assert len((tmp_path / "starts").read_text()) == 2

@@ -259,3 +259,16 @@ async def test_a_deleted_rollout_is_left_out(
         result = await task
     assert result.before is not None
     assert result.before.reward.n == 1
+
+
+async def test_a_consumed_rollout_that_was_deleted_does_not_stop_the_run(
+    config: Config, folder: RunFolder, store: Store
+) -> None:
+    setting = Setting(config, folder, store)
+    async with agents(store, mixed):
+        progress = (await setting.trainer.run()).progress
+        gone, *_ = progress.consumed
+        await store.delete_rollout(gone)
+        resumed = Setting(config, folder, store)
+        result = await resumed.trainer.run(resume=True)
+    assert result.progress.consumed == progress.consumed
