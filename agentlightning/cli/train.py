@@ -19,7 +19,7 @@ from agentlightning.config import Config, load_config
 from agentlightning.errors import ConfigError, Interrupted, NotTrainable
 from agentlightning.serving import bound_url, listen
 from agentlightning.store import open_store
-from agentlightning.trainer.checkpoint import latest_checkpoint
+from agentlightning.trainer.checkpoint import latest_checkpoint, load_progress
 from agentlightning.trainer.forward import Sampler
 from agentlightning.trainer.loop import RunResult, Trainer
 from agentlightning.trainer.models import resolve_model
@@ -43,6 +43,7 @@ def train(config_path: Path, overrides: Sequence[str], *, resume: bool, display:
     folder = find(config.run.root, config.run.name, config_path.stem)
     if resume:
         _refuse_other_run(config, folder)
+        _refuse_fewer_updates(config, folder)
     _run(config, folder, resume=resume, display=display)
 
 
@@ -155,7 +156,7 @@ def _specs(
 
 def _newest_weights(folder: RunFolder) -> list[str]:
     """Arguments with which a model server that comes back serves what it served before."""
-    exports = {int(path.name.rpartition("-")[2]): path for path in folder.weights.iterdir()}
+    exports = {int(path.name.rpartition("-")[2]): path for path in folder.weights.glob("version-*")}
     if not exports:
         return []
     version = max(exports)
@@ -218,6 +219,17 @@ def _check_inputs(config: Config) -> None:
         raise ConfigError(f"config: agent.python: there is no script {script} in {Path.cwd()}.")
     if config.chat_template is not None and not config.chat_template.is_file():
         raise ConfigError(f"config: chat_template: there is no file {config.chat_template}.")
+
+
+def _refuse_fewer_updates(config: Config, folder: RunFolder) -> None:
+    """What a run has done cannot be taken back: its summary would describe no run at all."""
+    checkpoint = latest_checkpoint(folder.path)
+    done = load_progress(checkpoint).step if checkpoint is not None else 0
+    if done > config.trainer.updates:
+        raise ConfigError(
+            f"config: trainer.updates is {config.trainer.updates}, but {folder.path} has made "
+            f"{done} steps already. Resume with at least {done}, or start a new run."
+        )
 
 
 async def _ended_by_signals(work: Coroutine[Any, Any, T]) -> T:

@@ -49,6 +49,9 @@ log = logging.getLogger(__name__)
 _CLAIM_WAIT = 5.0
 _LONGEST_BACKOFF = 5.0
 _CANCELS = 3
+_GOODBYE_SECONDS = 5.0
+"""How long a controller that ends tries to give its leases up. They end by themselves, so one
+whose gateway is gone too does not stay for the store's whole patience."""
 
 Changes = Mapping[str, Any]
 """Fields of a Held that an action changed."""
@@ -114,14 +117,17 @@ class Controller:
             await asyncio.wait_for(self._wake.wait(), min(max(wait, 0.01), self._config.resync))
 
     async def _claim(self) -> None:
-        """Takes rollouts as soon as they are queued; the store holds the answer until then."""
+        """Takes rollouts as soon as they are queued; the store holds the answer until then, but
+        no longer than our leases last: were we stopped (a machine asleep), a claim of ours that
+        still waits would take what we just lost, and cost each rollout another attempt."""
         self._slot_free.clear()
         free = self._free_slots()
         if free <= 0:
             await self._slot_free.wait()
             return
+        lease = self._config.lease
         claimed = await self._store.claim(
-            self.owner, limit=free, lease_seconds=self._config.lease, wait=_CLAIM_WAIT
+            self.owner, limit=free, lease_seconds=lease, wait=min(_CLAIM_WAIT, lease / 2)
         )
         for rollout in claimed:
             known = self._held.get(rollout.rollout_id)
@@ -279,7 +285,10 @@ class Controller:
             return
         log.info("controller: stopped; %d rollouts are left for the next controller", len(held))
         try:
-            await self._store.renew(self.owner, held, lease_seconds=0)
+            giving_up = self._store.renew(self.owner, held, lease_seconds=0)
+            await asyncio.wait_for(giving_up, _GOODBYE_SECONDS)
+        except asyncio.TimeoutError:
+            log.warning("controller: the gateway does not answer: leases end by themselves")
         except Exception:
             log.exception("controller: leases not given up; they end by themselves")
 

@@ -121,13 +121,26 @@ class ForkServers:
         if failure is not None and time.monotonic() - failed_at < _PRELOAD_RETRY:
             raise LaunchError(str(failure))
         if preload not in self._servers:
-            self._servers[preload] = asyncio.create_task(_Server.start(preload, self._log))
+            self._servers[preload] = asyncio.create_task(_started(preload, self._log))
         try:
             return await asyncio.shield(self._servers[preload])
         except LaunchError as error:
             self._servers.pop(preload, None)
             self._failed[preload] = time.monotonic(), error
             raise
+
+
+class _Vanished(LaunchError):
+    """A fork server ended without a word: killed, or brought down by what it imported."""
+
+
+async def _started(preload: tuple[str, ...], log: Path) -> _Server:
+    """One that vanishes is started once more: somebody may have killed it, and a LaunchError
+    is the end of every rollout that waits for it."""
+    try:
+        return await _Server.start(preload, log)
+    except _Vanished:
+        return await _Server.start(preload, log)
 
 
 class _Server:
@@ -163,7 +176,10 @@ class _Server:
             raise LaunchError(
                 f"preload {list(preload)}: not imported after {_PRELOAD_WAIT:.0f} s"
             ) from error
-        answer = json.loads(line or b'{"error": "the fork server ended"}')
+        if not line:
+            await self.close()
+            raise _Vanished(f"preload {list(preload)} failed: the fork server ended")
+        answer = json.loads(line)
         if "error" in answer:
             await self.close()
             raise LaunchError(f"preload {list(preload)} failed: {answer['error'].strip()}")

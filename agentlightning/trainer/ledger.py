@@ -6,6 +6,7 @@ import asyncio
 import time
 from uuid import uuid4
 
+from agentlightning.errors import NotFound
 from agentlightning.store import Store
 from agentlightning.trainer.checkpoint import Progress
 from agentlightning.types import Event
@@ -45,12 +46,15 @@ class Ledger:
 
     async def record_consumed(self, progress: Progress, *, since: int) -> None:
         """Says with each rollout that a step after ``since`` consumed which step that was. May
-        be repeated: a rollout gets one such event."""
+        be repeated: a rollout gets one such event, and one that was deleted gets none."""
         recent = [item for item in progress.consumed.items() if item[1] > since]
         await asyncio.gather(*(self._record(*item) for item in recent))
 
     async def _record(self, rollout_id: str, step: int) -> None:
-        rollout = await self._store.get_rollout(rollout_id)
+        try:
+            rollout = await self._store.get_rollout(rollout_id)
+        except NotFound:
+            return
         event = Event(
             uuid4().hex,
             rollout_id,

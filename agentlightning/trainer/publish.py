@@ -60,8 +60,7 @@ class Publisher:
     async def publish(self, policy: Policy, version: int) -> None:
         """Exports, loads into the model server, announces; keeps no older export."""
         directory = self._weights / f"version-{version}"
-        shutil.rmtree(directory, ignore_errors=True)
-        await asyncio.to_thread(policy.export, directory)
+        await asyncio.to_thread(_export, policy, directory)
         body = {"path": str(directory.resolve()), "version": version}
         await self._post(f"{self._server}/update_weights", body)
         await self.announce(version)
@@ -107,6 +106,16 @@ class Publisher:
         except aiohttp.ClientError as error:
             raise ServiceError(f"{url} does not answer: {error}") from error
         raise AssertionError("unreachable: the loop returns or raises")
+
+
+def _export(policy: Policy, directory: Path) -> None:
+    """Writes beside the place and renames into it: a model server that is started again takes
+    the newest directory, which must be whole."""
+    partial = directory.with_name(f".{directory.name}.partial")
+    for old in (partial, directory):
+        shutil.rmtree(old, ignore_errors=True)
+    policy.export(partial)
+    partial.rename(directory)
 
 
 async def _answer(url: str, response: aiohttp.ClientResponse) -> dict[str, Any]:

@@ -244,3 +244,68 @@ async def test_a_tick_that_fails_is_repeated(
     await store.add_rollouts([rollout("true")])
     [ended] = await finished(store, "r1")
     assert (ended.state, ended.attempt) == ("succeeded", 1)
+
+
+async def test_a_controller_whose_gateway_is_gone_ends_all_the_same(
+    store: SqliteStore,
+    controller: Start,
+    rollout: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentlightning.controller.loop._GOODBYE_SECONDS", 0.05)
+    given_up = asyncio.Event()
+
+    async def never(*_: object, **__: object) -> list[Rollout]:
+        given_up.set()
+        await asyncio.Event().wait()
+        return []
+
+    await store.add_rollouts([rollout(f"echo $$ > {tmp_path}/mark; sleep 300")])
+    leaving = controller(lease=600)
+    agent = psutil.Process(int(await appears(tmp_path / "mark")))
+    monkeypatch.setattr(store, "renew", never)
+    leaving.stop()
+    await asyncio.wait_for(given_up.wait(), 20)
+    assert not agent.is_running()
+    # the fixture waits for the controller's end
+
+
+async def test_a_waiting_claim_does_not_outlast_our_leases(
+    store: SqliteStore, controller: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    claimed = asyncio.Event()
+
+    async def claim(*_: object, wait: float, **__: object) -> list[Rollout]:
+        waits.append(wait)
+        claimed.set()
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(store, "claim", claim)
+    controller(lease=2)
+    await asyncio.wait_for(claimed.wait(), 20)
+    # at worst the leases were renewed a quarter of their length before the claim
+    assert waits[0] <= 2 * 3 / 4
+
+
+@pytest.mark.parametrize(("deaths", "state"), [(1, "succeeded"), (9, "failed")])
+async def test_a_fork_server_killed_while_it_starts_is_started_once_more(
+    store: SqliteStore, controller: Start, rollout: Make, tmp_path: Path, deaths: int, state: str
+) -> None:
+    (tmp_path / "warm.py").write_text(
+        "import os, signal\n"
+        f"with open({str(tmp_path / 'starts')!r}, 'a+') as file:\n"
+        "    file.write('x')\n"
+        f"    if file.tell() <= {deaths}:\n"
+        "        file.flush()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    (tmp_path / "agent.py").write_text("")
+    controller()
+    preload = [str(tmp_path / "warm.py")]
+    await store.add_rollouts([rollout(python=str(tmp_path / "agent.py"), preload=preload)])
+    [ended] = await finished(store, "r1")
+    assert ended.state == state
+    assert len((tmp_path / "starts").read_text()) == 2

@@ -274,3 +274,16 @@ async def test_calls_that_cannot_be_trained_are_said_at_once(
         with pytest.raises(TrainerError, match="no rollout of the last 3 steps could be trained"):
             await setting.trainer.run()
     assert "no call of step 1 can be trained: 8 other_model" in setting.notes.warnings[0]
+
+
+async def test_a_consumed_rollout_that_was_deleted_does_not_stop_the_run(
+    config: Config, folder: RunFolder, store: Store
+) -> None:
+    setting = Setting(config, folder, store)
+    async with agents(store, mixed):
+        progress = (await setting.trainer.run()).progress
+        gone, *_ = progress.consumed
+        await store.delete_rollout(gone)
+        resumed = Setting(config, folder, store)
+        result = await resumed.trainer.run(resume=True)
+    assert result.progress.consumed == progress.consumed
