@@ -152,6 +152,6 @@ class ListQuery(Body):
 
 
 class TerminalQuery(Body):
-    after: Annotated[int, Field(ge=0)] = 0
+    after: Annotated[int, Field(ge=0, lt=2**63)] = 0
     limit: Limit = 1000
     wait: Seconds = 0

@@ -76,6 +76,9 @@ class Relay:
         except ClientGone:
             await self._record(client, run, _UNDELIVERED)
             return None
+        except TypeError as error:
+            text = f"The body cannot be sent on: {error}."
+            raise Refusal(400, "invalid_json", text) from error
         except NoUpstream as error:
             raise Refusal(503, "no_model_server", str(error), fault="gateway") from error
         except UpstreamError as error:

@@ -93,9 +93,10 @@ def _choice_reason(choice: Choice, logprobs: Floats | None) -> str | None:
 
 def _ids(values: list[Any]) -> Tokens | None:
     try:
-        return token_array(values)
+        ids = token_array(values)
     except (TypeError, OverflowError):
         return None
+    return None if min(ids, default=0) < 0 else ids
 
 
 def _finite(values: list[Any]) -> Floats | None:

@@ -157,3 +157,17 @@ async def test_a_body_without_length_is_cut_off_at_the_bound() -> None:
         writer.write(f"{head}transfer-encoding: chunked\r\n\r\n800\r\n".encode() + b"x" * 2048)
         assert b"413" in await reader.readline()
         writer.close()
+
+
+async def test_a_body_nested_too_deeply_to_send_on_is_400() -> None:
+    async with stage() as s, httpx.AsyncClient() as http:
+        body = '{"model": "policy", "messages": ' + "[" * 900 + "]" * 900 + "}"
+        headers = {"authorization": f"Bearer {s.token()}"}
+        answer = await http.post(f"{s.base()}/chat/completions", content=body, headers=headers)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "invalid_json"
+        past = await http.get(
+            f"{s.url}/api/rollouts/terminal?after={2**70}",
+            headers={"authorization": f"Bearer {KEY}"},
+        )
+        assert past.status_code == 422

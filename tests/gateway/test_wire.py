@@ -110,3 +110,9 @@ def test_an_answer_of_another_shape_goes_through_and_is_not_trained() -> None:
     event = b'data: {"choices": "none"}\n\n'
     assert reader.feed(event) == event
     assert judge(answer, version=0).reason == "malformed_answer"
+
+
+def test_a_negative_id_is_not_trained() -> None:
+    answer = Answer(prompt_ids=[-1, 2], completion_tokens=0)
+    answer.choices[0] = Choice(finish_reason="stop")
+    assert judge(answer, version=0).reason == "ids_invalid"

@@ -317,3 +317,13 @@ async def test_new_weights_serve_without_a_restart(
             assert response.status == 200
     finally:
         stop()
+
+
+@pytest.mark.parametrize("body", ["[" * 100_000, '{"model": "tiny", "prompt": "\\ud800"}'])
+async def test_json_that_is_no_text_or_too_deep_is_400(url: str, body: str) -> None:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", data=body) as answer,
+    ):
+        assert answer.status == 400
+        assert (await answer.json())["error"]["message"].startswith("the body is not JSON")
