@@ -18,11 +18,14 @@ from agentlightning.errors import Conflict, CredentialError, NotFound, StoreErro
 from agentlightning.gateway import api_models as models
 from agentlightning.samples import build_samples
 from agentlightning.store import Store, Transition, codec
-from agentlightning.types import Json, Sample
+from agentlightning.types import Json, Rollout, Sample
 
 B = TypeVar("B")
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
+
+_MOST_BYTES = 64 * 2**20
+_MOST_BYTES_OF_AN_AGENT = 2**20
 
 _STATUS: dict[type[Exception], int] = {
     NotFound: 404,
@@ -174,8 +177,12 @@ class _Api:
     async def add_event(self, request: Request) -> Response:
         rollout_id = request.path_params["rollout_id"]
         attempt_id = request.path_params["attempt_id"]
-        _require_judge(_credential(request, self._admin_key), rollout_id, attempt_id)
-        new = await _body(request, models.NewEvent)
+        credential = _credential(request, self._admin_key)
+        _require_judge(credential, rollout_id, attempt_id)
+        if not credential.admin:
+            _require_running(await self._store.get_rollout(rollout_id), attempt_id)
+        limit = _MOST_BYTES if credential.admin else _MOST_BYTES_OF_AN_AGENT
+        new = await _body(request, models.NewEvent, limit=limit)
         event = await self._store.add_event(
             new.record(rollout_id, attempt_id),
             idempotency_key=request.headers.get("idempotency-key") or new.idempotency_key,
@@ -318,6 +325,12 @@ def _require_judge(credential: credentials.Credential, rollout_id: str, attempt_
         raise HTTPException(403, "posting events needs the scope 'reward', which is missing")
 
 
+def _require_running(rollout: Rollout, attempt_id: str) -> None:
+    """What an agent leaves running may not change its reward after it was graded."""
+    if rollout.terminal or rollout.attempt_id != attempt_id:
+        raise Conflict(f"attempt {attempt_id!r} is over: it may post no more events")
+
+
 async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, which is cancelled once the client is gone: a claim that still
     waits for rollouts must not take any for a controller that has ended."""
@@ -333,9 +346,14 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _body(request: Request, kind: type[B]) -> B:
+async def _body(request: Request, kind: type[B], *, limit: int = _MOST_BYTES) -> B:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            raise HTTPException(413, f"the body has more than {limit} bytes, which is the most")
     try:
-        data: Json = codec.loads(await request.body())
+        data: Json = codec.loads(bytes(body))
     except ValueError as error:
         raise ValueError(f"the body is not JSON: {error}") from error
     return TypeAdapter(kind).validate_python(data)

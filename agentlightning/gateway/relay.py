@@ -109,6 +109,8 @@ class Relay:
             await self._pass_on_error(client, run, exchange, body)
             return
         visible = self._take(run, body)
+        if not run.answer.choices:  # never "zero tokens and no error"
+            await self._broken(client, run, failure=ValueError("it holds no choices"))
         await self._commit(client, run)
         if run.asked.stream:
             await client.start_stream(exchange.headers(), keepalive=self._config.keepalive)

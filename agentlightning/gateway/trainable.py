@@ -13,6 +13,10 @@ from typing import Any
 from agentlightning.gateway.wire.answer import Answer, Choice
 from agentlightning.types import Completion, Floats, Tokens, VersionSpan, float_array, token_array
 
+_ENDS = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
+_ROUNDING = 1e-3
+"""A logprob may be this far above 0 by rounding, no further."""
+
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
@@ -58,6 +62,8 @@ def _answer_reason(answer: Answer) -> str | None:
         return "usage_missing"
     if answer.completion_tokens != sum(len(choice.token_ids) for choice in choices):
         return "ids_usage_mismatch"
+    if answer.prompt_tokens not in (None, len(answer.prompt_ids)):
+        return "prompt_usage_mismatch"
     return None
 
 
@@ -80,6 +86,8 @@ def _choice_reason(choice: Choice, logprobs: Floats | None) -> str | None:
         return "aborted"
     if choice.finish_reason is None:
         return "finish_reason_missing"
+    if choice.finish_reason not in _ENDS:
+        return "finish_reason_unknown"
     if choice.spans and not _cover(choice.spans, len(choice.token_ids)):
         return "version_spans_invalid"
     if not choice.token_ids:
@@ -88,7 +96,9 @@ def _choice_reason(choice: Choice, logprobs: Floats | None) -> str | None:
         return "logprobs_missing"
     if len(choice.logprobs) != len(choice.token_ids):
         return "length_mismatch"
-    return "logprob_not_finite" if logprobs is None else None
+    if logprobs is None:
+        return "logprob_not_finite"
+    return "logprob_positive" if max(logprobs) > _ROUNDING else None
 
 
 def _ids(values: list[Any]) -> Tokens | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from uuid import uuid4
 
 from agentlightning.errors import NotFound
@@ -43,6 +44,11 @@ class Ledger:
                     lost.add(rollout.rollout_id)
         await self._store.set_setting(_LOST, sorted(known | lost))
         return known | lost
+
+    async def give_up(self, rollout_ids: Iterable[str]) -> None:
+        """A resumed run makes these anew, as it does those of lost weights."""
+        known = set(await self._store.setting(_LOST) or [])
+        await self._store.set_setting(_LOST, sorted(known.union(rollout_ids)))
 
     async def record_consumed(self, progress: Progress, *, since: int) -> None:
         """Says with each rollout that a step after ``since`` consumed which step that was. May

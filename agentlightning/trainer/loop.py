@@ -270,7 +270,10 @@ class Trainer:
             groups = await self._collector.recorded(plans)
         else:
             groups = await self._collector.collect(plans, self._show_validation)
-        self._refuse_broken_agent(groups)
+        if why := _why_broken(groups):
+            # Ended for good as they are: once the agent is mended, a resumed run makes them anew.
+            await self._ledger.give_up(i.rollout.rollout_id for group in groups for i in group)
+            raise TrainerError(why)
         rewards = {
             n: item.rollout.reward
             for n, group in enumerate(groups)
@@ -280,24 +283,6 @@ class Trainer:
         validation = Validation(self._progress.policy_version, rewards)
         self._observer.validation(name, validation.reward)
         return validation
-
-    def _refuse_broken_agent(self, groups: Sequence[Sequence[Collected]]) -> None:
-        """Without one call, or where every evaluator failed, nothing can be trained: say why."""
-        items = [item for group in groups for item in group]
-        if items and not any(item.calls for item in items):
-            first = items[0].rollout
-            why = first.error_message or "it ended without asking its model anything"
-            raise TrainerError(
-                f"none of {len(items)} rollouts called the model. {first.rollout_id} "
-                f"{first.state}: {why}"
-            )
-        if items and all(_evaluator_failed(item.rollout) for item in items):
-            first = items[0].rollout
-            lines = (first.error_message or "it said nothing").strip().splitlines()
-            raise TrainerError(
-                f"the evaluator failed on all {len(items)} rollouts. {first.rollout_id}: "
-                f"{lines[-1].strip()}. See `agl rollouts show {first.rollout_id}`."
-            )
 
     # --- start and restart
 
@@ -367,6 +352,27 @@ class _Clock:
     @property
     def total(self) -> float:
         return time.monotonic() - self._started
+
+
+def _why_broken(groups: Sequence[Sequence[Collected]]) -> str | None:
+    """Without one call, or where every evaluator failed, nothing can be trained: say why."""
+    items = [item for group in groups for item in group]
+    if not items:
+        return None
+    first = items[0].rollout
+    if not any(item.calls for item in items):
+        why = first.error_message or "it ended without asking its model anything"
+        return (
+            f"none of {len(items)} rollouts called the model. {first.rollout_id} "
+            f"{first.state}: {why}"
+        )
+    if all(_evaluator_failed(item.rollout) for item in items):
+        lines = (first.error_message or "it said nothing").strip().splitlines()
+        return (
+            f"the evaluator failed on all {len(items)} rollouts. {first.rollout_id}: "
+            f"{lines[-1].strip()}. See `agl rollouts show {first.rollout_id}`."
+        )
+    return None
 
 
 def _evaluator_failed(rollout: Rollout) -> bool:

@@ -25,6 +25,7 @@ Fault = Literal[
     "no_logprobs",
     "nan_logprob",
     "no_usage",
+    "no_choices",  # 200 with an object that answers nothing
 ]
 
 
@@ -120,6 +121,9 @@ class ScriptedModelServer:
             status, text = refusal or (reply.status, f"scripted {reply.status}")
             error = {"message": text, "type": "BadRequestError", "param": None, "code": status}
             await _send_json(send, status, {"error": error}, reply)
+            return
+        if reply.fault == "no_choices":
+            await _send_json(send, 200, {}, reply)
             return
         if reply.first:
             await reply.first.wait()

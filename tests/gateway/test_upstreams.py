@@ -63,6 +63,15 @@ async def test_a_4xx_passes_as_it_was_and_at_once(stream: bool) -> None:
         assert b"scripted 400" in (await s.store.raw_call(call.call_id)).response
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_200_without_an_answer_is_an_error(stream: bool) -> None:
+    async with stage([Reply(fault="no_choices")]) as s, s.agent() as agent:
+        with pytest.raises(openai.InternalServerError, match="it holds no choices"):
+            await agent.chat.completions.create(model="policy", messages=HELLO, stream=stream)
+        call = await s.call()
+        assert (call.status, call.trainable, call.reason) == ("error", False, "upstream_error")
+
+
 async def test_no_model_server_is_a_503() -> None:
     async with stage(upstream_retry=0.1) as s, s.agent() as agent:
         await s.store.set_model_servers([])

@@ -116,3 +116,21 @@ def test_a_negative_id_is_not_trained() -> None:
     answer = Answer(prompt_ids=[-1, 2], completion_tokens=0)
     answer.choices[0] = Choice(finish_reason="stop")
     assert judge(answer, version=0).reason == "ids_invalid"
+
+
+@pytest.mark.parametrize(
+    ("choice", "prompt_tokens", "reason"),
+    [
+        (Choice([5], [-0.5], True, True, "stop"), 2, None),
+        (Choice([5], [-0.5], True, True, "error"), 2, "finish_reason_unknown"),
+        (Choice([5], [0.7], True, True, "stop"), 2, "logprob_positive"),
+        (Choice([5], [1e-6], True, True, "stop"), 2, None),
+        (Choice([5], [-0.5], True, True, "stop"), 3, "prompt_usage_mismatch"),
+    ],
+)
+def test_what_does_not_add_up_is_not_trained(
+    choice: Choice, prompt_tokens: int, reason: str | None
+) -> None:
+    answer = Answer(prompt_ids=[1, 2], prompt_tokens=prompt_tokens, completion_tokens=1)
+    answer.choices[0] = choice
+    assert judge(answer, version=0).reason == reason

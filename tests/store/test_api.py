@@ -86,6 +86,8 @@ async def test_credentials_allow_one_thing(ask: Client) -> None:
     judge = credentials.sign(KEY, "r1", "a1", scopes=["reward"], seconds=60)
     caller = credentials.sign(KEY, "r1", "a1", scopes=["call"], seconds=60)
     reward = {"event_type": "reward", "data": {"value": 1}}
+    assert (await ask("POST", EVENTS, reward, key=judge))[0] == 409
+    await ask("POST", "/api/rollouts/r1/attempt/a1/open")
     assert (await ask("POST", EVENTS, reward, key=judge))[0] == 201
     status, body = await ask("POST", EVENTS, reward, key=caller)
     assert status == 403
@@ -97,6 +99,22 @@ async def test_credentials_allow_one_thing(ask: Client) -> None:
     for key in (None, "wrong"):
         assert (await ask("GET", "/api/rollouts", key=key))[0] == 401
         assert (await ask("POST", EVENTS, reward, key=key))[0] == 401
+
+
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+async def test_an_agent_posts_no_event_after_its_end_and_no_large_one(ask: Client) -> None:
+    await ask("POST", "/api/rollouts", [{"input": 1, "rollout_id": "r1"}])
+    await ask("POST", "/api/rollouts/r1/attempt/a1/open")
+    judge = credentials.sign(KEY, "r1", "a1", scopes=["reward"], seconds=60)
+    large = {"event_type": "note", "data": {"text": "x" * 2**20}}
+    assert (await ask("POST", EVENTS, large, key=judge))[0] == 413
+    assert (await ask("POST", EVENTS, large))[0] == 201
+    await ask("PATCH", "/api/rollouts/r1", {"status": {"state": "succeeded"}})
+    reward = {"event_type": "reward", "data": {"value": 1}}
+    status, body = await ask("POST", EVENTS, reward, key=judge)
+    assert status == 409
+    assert "is over" in body["detail"]
+    assert (await ask("POST", EVENTS, reward))[0] == 201
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "true", '"1"', "null", "1e999"])

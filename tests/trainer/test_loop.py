@@ -287,3 +287,16 @@ async def test_a_consumed_rollout_that_was_deleted_does_not_stop_the_run(
         resumed = Setting(config, folder, store)
         result = await resumed.trainer.run(resume=True)
     assert result.progress.consumed == progress.consumed
+
+
+async def test_a_run_that_failed_on_a_broken_agent_resumes_once_it_is_mended(
+    config: Config, folder: RunFolder, store: Store
+) -> None:
+    async with agents(store, mixed, calls=False):
+        with pytest.raises(TrainerError, match="called the model"):
+            await Setting(config, folder, store).trainer.run()
+    async with agents(store, mixed):
+        result = await Setting(config, folder, store).trainer.run(resume=True)
+    assert result.progress.step == 3
+    assert result.before is not None
+    assert result.before.reward.n == 2
