@@ -50,7 +50,8 @@ class EvaluatorConfig(Section):
     python: str | None = Field(
         None,
         description="`module:function` (or `path.py:function`), called with the finished rollout; "
-        "returns a finite number, or None for no reward.",
+        "returns a finite number, None for no reward, or a mapping with `value`. "
+        "`evaluate: module:function` is short for this.",
     )
     command: list[str] | None = Field(
         None,
