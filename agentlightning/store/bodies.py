@@ -31,7 +31,7 @@ def write_body(
     db: sqlite3.Connection, call: int, raw: RawCall, *, rollout: int, known: Known
 ) -> None:
     """Stores request and response of the call with row number ``call``."""
-    split = _split(raw.request)
+    split = _split(raw)
     if split is None:
         values: tuple[Any, ...] = (call, raw.request, None, None, None, raw.response)
     else:
@@ -59,15 +59,15 @@ def read_body(db: sqlite3.Connection, call_id: str) -> RawCall:
     return RawCall(orjson.dumps(request), bytes(row["response"]))
 
 
-def _split(request: bytes) -> tuple[dict[str, Any], str, list[Any]] | None:
+def _split(raw: RawCall) -> tuple[dict[str, Any], str, list[Any]] | None:
     """The body without its list, the list's key, and the list; None if it has none.
 
     A number of more digits than 64 bits hold would not survive parsing: kept as it is.
     """
-    if _LONG_NUMBER in request.translate(_ZEROS):
+    if _LONG_NUMBER in raw.request.translate(_ZEROS):
         return None
     try:
-        body = orjson.loads(request)
+        body = orjson.loads(raw.request) if raw.parsed is None else raw.parsed
     except orjson.JSONDecodeError:
         return None
     if not isinstance(body, dict):

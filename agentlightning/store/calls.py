@@ -24,7 +24,10 @@ _COLUMNS = [
     *("new_prompt_ids", "sampling"),
     *_PLAIN,
 ]
-_INSERT = f"INSERT INTO calls ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+_INSERT = (
+    f"INSERT INTO calls ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))}) "
+    "ON CONFLICT (call_id) DO NOTHING"
+)
 _BOOLEANS = ("trainable", "streamed")
 
 
@@ -62,19 +65,14 @@ class CallWriter:
 
     def add(self, db: sqlite3.Connection, call: Call, raw: RawCall) -> Call:
         """Inserts ``call``; a call id that exists is returned as recorded."""
-        row = db.execute(
-            "SELECT rollout, attempt_id FROM calls WHERE call_id = ?", (call.call_id,)
-        ).fetchone()
-        if row is not None:
-            known = read_calls(db, row["rollout"], attempt_id=row["attempt_id"])
-            return next(one for one in known if one.call_id == call.call_id)
         try:
-            return self._insert(db, call, raw)
+            return self._insert(db, call, raw) or _recorded(db, call.call_id)
         except Exception:
             self._attempts.pop((call.rollout_id, call.attempt_id), None)
             raise
 
-    def _insert(self, db: sqlite3.Connection, call: Call, raw: RawCall) -> Call:
+    def _insert(self, db: sqlite3.Connection, call: Call, raw: RawCall) -> Call | None:
+        """The call as it stands in the file; None where its id is known."""
         attempt = self._attempt(db, call)
         found = attempt.index.longest(call.prompt_ids)
         place, shared = found if found else (None, 0)
@@ -84,6 +82,8 @@ class CallWriter:
             parent=ParentRef(place.call_id, place.completion) if place else None,
         )
         number = _insert_call(db, stored, attempt.rollout, place=place, shared=shared)
+        if number is None:
+            return None
         _insert_completions(db, stored, number, attempt.index)
         write_body(db, number, raw, rollout=attempt.rollout, known=attempt.messages)
         attempt.next_sequence += 1
@@ -103,12 +103,13 @@ class CallWriter:
 
 def _insert_call(
     db: sqlite3.Connection, call: Call, rollout: int, *, place: _Place | None, shared: int
-) -> int:
+) -> int | None:
     values: list[Any] = [call.call_id, rollout, call.attempt_id, call.sequence]
     values += [place.row, place.completion] if place else [None, None]
     values += [pack(call.prompt_ids[shared:]), dumps(dict(call.sampling))]
     values += [getattr(call, name) for name in _PLAIN]
-    return int(db.execute(_INSERT, values).lastrowid or 0)
+    done = db.execute(_INSERT, values)
+    return done.lastrowid if done.rowcount else None
 
 
 def _insert_completions(
@@ -154,6 +155,14 @@ def _read_attempt(db: sqlite3.Connection, rollout_id: str, attempt_id: str) -> _
         place = _Place(known["id"], known["call_id"], known["number"])
         attempt.index.add_digest(known["history_length"], known["history_digest"], place)
     return attempt
+
+
+def _recorded(db: sqlite3.Connection, call_id: str) -> Call:
+    row = db.execute(
+        "SELECT rollout, attempt_id FROM calls WHERE call_id = ?", (call_id,)
+    ).fetchone()
+    known = read_calls(db, row["rollout"], attempt_id=row["attempt_id"])
+    return next(one for one in known if one.call_id == call_id)
 
 
 def read_calls(
