@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import orjson
 
 from agentlightning.errors import NotFound
 from agentlightning.prefix import PrefixIndex, sequence_digest
@@ -63,31 +65,22 @@ class CallWriter:
     def forget(self) -> None:
         self._attempts.clear()
 
-    def add(self, db: sqlite3.Connection, call: Call, raw: RawCall) -> Call:
-        """Inserts ``call``; a call id that exists is returned as recorded."""
+    def add(self, db: sqlite3.Connection, call: Call, raw: RawCall) -> None:
+        """Inserts ``call``; one whose id exists stays as it is."""
         try:
-            return self._insert(db, call, raw) or _recorded(db, call.call_id)
+            self._insert(db, call, raw)
         except Exception:
             self._attempts.pop((call.rollout_id, call.attempt_id), None)
             raise
 
-    def _insert(self, db: sqlite3.Connection, call: Call, raw: RawCall) -> Call | None:
-        """The call as it stands in the file; None where its id is known."""
+    def _insert(self, db: sqlite3.Connection, call: Call, raw: RawCall) -> None:
         attempt = self._attempt(db, call)
-        found = attempt.index.longest(call.prompt_ids)
-        place, shared = found if found else (None, 0)
-        stored = replace(
-            call,
-            sequence=attempt.next_sequence,
-            parent=ParentRef(place.call_id, place.completion) if place else None,
-        )
-        number = _insert_call(db, stored, attempt.rollout, place=place, shared=shared)
+        number = _insert_call(db, call, attempt)
         if number is None:
-            return None
-        _insert_completions(db, stored, number, attempt.index)
-        write_body(db, number, raw, rollout=attempt.rollout, known=attempt.messages)
+            return
         attempt.next_sequence += 1
-        return stored
+        _insert_completions(db, call, number, attempt.index)
+        write_body(db, number, raw, rollout=attempt.rollout, known=attempt.messages)
 
     def _attempt(self, db: sqlite3.Connection, call: Call) -> _Attempt:
         key = (call.rollout_id, call.attempt_id)
@@ -101,10 +94,11 @@ class CallWriter:
         return attempt
 
 
-def _insert_call(
-    db: sqlite3.Connection, call: Call, rollout: int, *, place: _Place | None, shared: int
-) -> int | None:
-    values: list[Any] = [call.call_id, rollout, call.attempt_id, call.sequence]
+def _insert_call(db: sqlite3.Connection, call: Call, attempt: _Attempt) -> int | None:
+    """The number of the new row; None where the call's id is known."""
+    found = attempt.index.longest(call.prompt_ids)
+    place, shared = found if found else (None, 0)
+    values: list[Any] = [call.call_id, attempt.rollout, call.attempt_id, attempt.next_sequence]
     values += [place.row, place.completion] if place else [None, None]
     values += [pack(call.prompt_ids[shared:]), dumps(dict(call.sampling))]
     values += [getattr(call, name) for name in _PLAIN]
@@ -127,7 +121,7 @@ def _insert_completions(
                 pack(completion.token_ids),
                 None if logprobs is None else pack(logprobs),
                 completion.finish_reason,
-                dumps([[span.version, span.start, span.end] for span in completion.spans]),
+                orjson.dumps([(s.version, s.start, s.end) for s in completion.spans]).decode(),
                 len(history),
                 digest,
             ),
@@ -155,14 +149,6 @@ def _read_attempt(db: sqlite3.Connection, rollout_id: str, attempt_id: str) -> _
         place = _Place(known["id"], known["call_id"], known["number"])
         attempt.index.add_digest(known["history_length"], known["history_digest"], place)
     return attempt
-
-
-def _recorded(db: sqlite3.Connection, call_id: str) -> Call:
-    row = db.execute(
-        "SELECT rollout, attempt_id FROM calls WHERE call_id = ?", (call_id,)
-    ).fetchone()
-    known = read_calls(db, row["rollout"], attempt_id=row["attempt_id"])
-    return next(one for one in known if one.call_id == call_id)
 
 
 def read_calls(
