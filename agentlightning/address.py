@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, cast
 from urllib.parse import quote, unquote
 
@@ -40,6 +41,7 @@ class AttemptAddress:
     rest: str = ""
 
 
+@lru_cache(maxsize=4096)  # an agent sends all its calls to one path
 def parse(raw_path: str) -> AttemptAddress | None:
     """Parses a path as it was sent (still percent-encoded); None if it is no such address."""
     match = _PATTERN.match(raw_path)

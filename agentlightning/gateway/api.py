@@ -216,7 +216,8 @@ class _Api:
             raise ValueError(f"not a call as GET …/calls gives it: {error!r}") from error
         if call.rollout_id != request.path_params["rollout_id"]:
             raise ValueError(f"the call is of rollout {call.rollout_id!r}, not of the path's")
-        return _json(codec.dump_call(await self._store.add_call(call, raw)), 201)
+        await self._store.add_call(call, raw)
+        return _json({"call_id": call.call_id}, 201)
 
     async def raw_call(self, request: Request) -> Response:
         return _json(codec.dump_raw(await self._store.raw_call(request.path_params["call_id"])))

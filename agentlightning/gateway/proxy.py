@@ -7,8 +7,8 @@ The record is committed before the last byte of the answer goes out.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -138,7 +138,7 @@ class Proxy:
     async def _call(self, client: Client, address: AttemptAddress, wire: Wire) -> None:
         raw, request = await client.read_json(self._settings.max_body)
         run = Run(
-            call_id=uuid.uuid4().hex,
+            call_id=_new_id(),
             address=address,
             wire=wire,
             raw_request=raw,
@@ -164,6 +164,11 @@ class Proxy:
         if name not in known:
             raise Refusal(404, "model_not_found", f"There is no model {name!r}.")
         await client.answer(200, orjson.dumps(_model(name)))
+
+
+def _new_id() -> str:
+    """Begins with the time: what is recorded one after the other lies side by side in an index."""
+    return f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
 
 
 def _model(name: str) -> dict[str, Json]:

@@ -82,7 +82,7 @@ def records(run: Run, end: End, *, version_end: int | None) -> tuple[Call, RawCa
         ended_at=time.time(),
     )
     response = end.response if end.response is not None else orjson.dumps(run.answer.body)
-    return call, RawCall(request=run.raw_request, response=response)
+    return call, RawCall(run.raw_request, response, parsed=run.request)
 
 
 def _version(run: Run, first_sampled: int | None, named: bool) -> int | None:

@@ -7,6 +7,7 @@ for it. What does not add up is kept without being trained; nothing is filled in
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from agentlightning.types import Completion, Floats, Tokens, VersionSpan, float_
 _ENDS = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
 _ROUNDING = 1e-3
 """A logprob may be this far above 0 by rounding, no further."""
+_SIGN_BYTE = 3 if sys.byteorder == "little" else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def _choice_reason(choice: Choice, logprobs: Floats | None) -> str | None:
         return "length_mismatch"
     if logprobs is None:
         return "logprob_not_finite"
-    return "logprob_positive" if max(logprobs) > _ROUNDING else None
+    return "logprob_positive" if max(choice.logprobs) > _ROUNDING else None
 
 
 def _ids(values: list[Any]) -> Tokens | None:
@@ -106,7 +108,8 @@ def _ids(values: list[Any]) -> Tokens | None:
         ids = token_array(values)
     except (TypeError, OverflowError):
         return None
-    return None if min(ids, default=0) < 0 else ids
+    signs = ids.tobytes()[_SIGN_BYTE :: ids.itemsize]
+    return ids if signs.isascii() else None  # a set sign bit is no ASCII
 
 
 def _finite(values: list[Any]) -> Floats | None:

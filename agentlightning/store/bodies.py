@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 from array import array
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -17,7 +17,7 @@ import orjson
 
 from agentlightning.errors import NotFound
 from agentlightning.store.rows import pack, unpack
-from agentlightning.types import RawCall
+from agentlightning.types import Json, RawCall
 
 _LIST_KEYS = ("messages", "input", "prompt")
 _ZEROS = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else byte for byte in range(256))
@@ -31,13 +31,12 @@ def write_body(
     db: sqlite3.Connection, call: int, raw: RawCall, *, rollout: int, known: Known
 ) -> None:
     """Stores request and response of the call with row number ``call``."""
-    split = _split(raw.request)
+    split = _split(raw)
     if split is None:
         values: tuple[Any, ...] = (call, raw.request, None, None, None, raw.response)
     else:
         skeleton, key, items = split
-        numbers = [_message(db, orjson.dumps(item), rollout, known) for item in items]
-        number = _message(db, orjson.dumps(skeleton), rollout, known)
+        *numbers, number = _numbers(db, (*items, skeleton), rollout=rollout, known=known)
         values = (call, None, number, key, pack(array("q", numbers)), raw.response)
     db.execute("INSERT INTO bodies VALUES (?, ?, ?, ?, ?, ?)", values)
 
@@ -59,15 +58,15 @@ def read_body(db: sqlite3.Connection, call_id: str) -> RawCall:
     return RawCall(orjson.dumps(request), bytes(row["response"]))
 
 
-def _split(request: bytes) -> tuple[dict[str, Any], str, list[Any]] | None:
+def _split(raw: RawCall) -> tuple[dict[str, Any], str, list[Any]] | None:
     """The body without its list, the list's key, and the list; None if it has none.
 
     A number of more digits than 64 bits hold would not survive parsing: kept as it is.
     """
-    if _LONG_NUMBER in request.translate(_ZEROS):
+    if _LONG_NUMBER in raw.request.translate(_ZEROS):
         return None
     try:
-        body = orjson.loads(request)
+        body = orjson.loads(raw.request) if raw.parsed is None else raw.parsed
     except orjson.JSONDecodeError:
         return None
     if not isinstance(body, dict):
@@ -79,12 +78,18 @@ def _split(request: bytes) -> tuple[dict[str, Any], str, list[Any]] | None:
     return None
 
 
-def _message(db: sqlite3.Connection, body: bytes, rollout: int, known: Known) -> int:
-    digest = blake2b(body, digest_size=16).digest()
-    number = known.get(digest)
-    if number is None:
-        number = known[digest] = _stored(db, body, digest=digest, rollout=rollout)
-    return number
+def _numbers(
+    db: sqlite3.Connection, parts: Sequence[Json], *, rollout: int, known: Known
+) -> list[int]:
+    """The numbers under which the parts of a body are stored."""
+    numbers = []
+    for part in parts:
+        body = orjson.dumps(part)
+        digest = blake2b(body, digest_size=16).digest()
+        if digest not in known:
+            known[digest] = _stored(db, body, digest=digest, rollout=rollout)
+        numbers.append(known[digest])
+    return numbers
 
 
 def _stored(db: sqlite3.Connection, body: bytes, *, digest: bytes, rollout: int) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import orjson
 
 from agentlightning.errors import NotFound
 from agentlightning.prefix import PrefixIndex, sequence_digest
@@ -24,7 +26,10 @@ _COLUMNS = [
     *("new_prompt_ids", "sampling"),
     *_PLAIN,
 ]
-_INSERT = f"INSERT INTO calls ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+_INSERT = (
+    f"INSERT INTO calls ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))}) "
+    "ON CONFLICT (call_id) DO NOTHING"
+)
 _BOOLEANS = ("trainable", "streamed")
 
 
@@ -60,34 +65,22 @@ class CallWriter:
     def forget(self) -> None:
         self._attempts.clear()
 
-    def add(self, db: sqlite3.Connection, call: Call, raw: RawCall) -> Call:
-        """Inserts ``call``; a call id that exists is returned as recorded."""
-        row = db.execute(
-            "SELECT rollout, attempt_id FROM calls WHERE call_id = ?", (call.call_id,)
-        ).fetchone()
-        if row is not None:
-            known = read_calls(db, row["rollout"], attempt_id=row["attempt_id"])
-            return next(one for one in known if one.call_id == call.call_id)
+    def add(self, db: sqlite3.Connection, call: Call, raw: RawCall) -> None:
+        """Inserts ``call``; one whose id exists stays as it is."""
         try:
-            return self._insert(db, call, raw)
+            self._insert(db, call, raw)
         except Exception:
             self._attempts.pop((call.rollout_id, call.attempt_id), None)
             raise
 
-    def _insert(self, db: sqlite3.Connection, call: Call, raw: RawCall) -> Call:
+    def _insert(self, db: sqlite3.Connection, call: Call, raw: RawCall) -> None:
         attempt = self._attempt(db, call)
-        found = attempt.index.longest(call.prompt_ids)
-        place, shared = found if found else (None, 0)
-        stored = replace(
-            call,
-            sequence=attempt.next_sequence,
-            parent=ParentRef(place.call_id, place.completion) if place else None,
-        )
-        number = _insert_call(db, stored, attempt.rollout, place=place, shared=shared)
-        _insert_completions(db, stored, number, attempt.index)
-        write_body(db, number, raw, rollout=attempt.rollout, known=attempt.messages)
+        number = _insert_call(db, call, attempt)
+        if number is None:
+            return
         attempt.next_sequence += 1
-        return stored
+        _insert_completions(db, call, number, attempt.index)
+        write_body(db, number, raw, rollout=attempt.rollout, known=attempt.messages)
 
     def _attempt(self, db: sqlite3.Connection, call: Call) -> _Attempt:
         key = (call.rollout_id, call.attempt_id)
@@ -101,14 +94,16 @@ class CallWriter:
         return attempt
 
 
-def _insert_call(
-    db: sqlite3.Connection, call: Call, rollout: int, *, place: _Place | None, shared: int
-) -> int:
-    values: list[Any] = [call.call_id, rollout, call.attempt_id, call.sequence]
+def _insert_call(db: sqlite3.Connection, call: Call, attempt: _Attempt) -> int | None:
+    """The number of the new row; None where the call's id is known."""
+    found = attempt.index.longest(call.prompt_ids)
+    place, shared = found if found else (None, 0)
+    values: list[Any] = [call.call_id, attempt.rollout, call.attempt_id, attempt.next_sequence]
     values += [place.row, place.completion] if place else [None, None]
     values += [pack(call.prompt_ids[shared:]), dumps(dict(call.sampling))]
     values += [getattr(call, name) for name in _PLAIN]
-    return int(db.execute(_INSERT, values).lastrowid or 0)
+    done = db.execute(_INSERT, values)
+    return done.lastrowid if done.rowcount else None
 
 
 def _insert_completions(
@@ -126,7 +121,7 @@ def _insert_completions(
                 pack(completion.token_ids),
                 None if logprobs is None else pack(logprobs),
                 completion.finish_reason,
-                dumps([[span.version, span.start, span.end] for span in completion.spans]),
+                orjson.dumps([(s.version, s.start, s.end) for s in completion.spans]).decode(),
                 len(history),
                 digest,
             ),

@@ -167,10 +167,9 @@ class HttpStore:
 
     # --- calls and events
 
-    async def add_call(self, call: Call, raw: RawCall) -> Call:
+    async def add_call(self, call: Call, raw: RawCall) -> None:
         body = {"call": codec.dump_call(call), "raw": codec.dump_raw(raw)}
-        path = f"{_rollout(call.rollout_id)}/calls"
-        return codec.load_call(await self._ask("POST", path, body))
+        await self._ask("POST", f"{_rollout(call.rollout_id)}/calls", body)
 
     async def mark_undelivered(self, call_id: str, reason: str) -> None:
         path = f"/calls/{quote(call_id, safe='')}/undelivered"

@@ -133,10 +133,10 @@ class Store(Protocol):
 
     # --- calls and events
 
-    async def add_call(self, call: Call, raw: RawCall) -> Call:
-        """Records a call; returns it with its ``sequence`` and ``parent``. A call id that
-        exists is returned as recorded. The attempt need not be running any more: what was
-        sampled is kept."""
+    async def add_call(self, call: Call, raw: RawCall) -> None:
+        """Records a call and finds its ``sequence`` and ``parent``. A call id that exists is
+        left as it was recorded. The attempt need not be running any more: what was sampled is
+        kept."""
 
     async def mark_undelivered(self, call_id: str, reason: str) -> None:
         """The answer did not reach the agent: status ``undelivered``, not trainable."""

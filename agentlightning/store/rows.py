@@ -24,9 +24,12 @@ _ROLLOUT_FIELDS = tuple(field.name for field in fields(Rollout))
 _ROLLOUT_JSON = frozenset({"input", "config", "metadata"})
 
 
+_STRICT = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
 def dumps(value: Json) -> str:
     """Strict JSON text; ValueError for NaN and infinity, which JSON does not have."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return _STRICT.encode(value)
 
 
 def pack(values: array[Any]) -> bytes:

@@ -16,6 +16,10 @@ Migration = Callable[[sqlite3.Connection], None]
 
 BUSY_SECONDS = 30.0
 """How long a connection waits for another process's write."""
+CACHE_KIB = 16 * 1024
+"""Pages a connection keeps: an index that does not fit is read again and again."""
+CHECKPOINT_PAGES = 4096
+"""Pages in the write-ahead log before they move to the file: one changed often moves once."""
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -24,6 +28,8 @@ def connect(path: Path) -> sqlite3.Connection:
     db.row_factory = sqlite3.Row
     db.execute("PRAGMA foreign_keys = ON")
     db.execute("PRAGMA synchronous = FULL")
+    db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+    db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
     return db
 
 

@@ -189,8 +189,8 @@ class SqliteStore:
 
     # --- calls and events
 
-    async def add_call(self, call: Call, raw: RawCall) -> Call:
-        return await self._writer.write(lambda db: self._calls.add(db, call, raw))
+    async def add_call(self, call: Call, raw: RawCall) -> None:
+        await self._writer.write(lambda db: self._calls.add(db, call, raw))
 
     async def mark_undelivered(self, call_id: str, reason: str) -> None:
         def mark(db: sqlite3.Connection) -> None:

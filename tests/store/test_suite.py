@@ -289,7 +289,7 @@ async def test_a_call_comes_back_with_all_its_fields(store: Store) -> None:
     answer = Completion(token_array([9]), None, None, (VersionSpan(1, 0, 1),))
     odd = Completion(token_array([8]), float_array([-math.inf]), "length")
     wanted = replace(wanted, completions=(*wanted.completions, answer, odd))
-    assert await store.add_call(wanted, RAW) == wanted
+    await store.add_call(wanted, RAW)
     assert await store.calls("r1") == [wanted]
     assert json.loads((await store.raw_call("c/1")).request) == json.loads(RAW.request)
 
@@ -297,18 +297,29 @@ async def test_a_call_comes_back_with_all_its_fields(store: Store) -> None:
 async def test_the_parent_is_the_longest_recorded_history(store: Store) -> None:
     await queue(store, "r1")
     await store.add_call(call("c1", [1], [2], [3]), RAW)
-    child = await store.add_call(call("c2", [1, 3, 4], [5]), RAW)
-    assert (child.sequence, child.parent) == (1, ParentRef("c1", 1))
-    grandchild = await store.add_call(call("c3", [1, 3, 4, 5], []), RAW)
-    assert grandchild.parent == ParentRef("c2", 0)
-    other = await store.add_call(replace(call("c4", [1, 3, 4]), attempt_id="a2"), RAW)
-    assert (other.sequence, other.parent) == (0, None)
-    assert await store.calls("r1", attempt_id="a1") == [
+    await store.add_call(call("c2", [1, 3, 4], [5]), RAW)
+    await store.add_call(call("c3", [1, 3, 4, 5], []), RAW)
+    await store.add_call(replace(call("c4", [1, 3, 4]), attempt_id="a2"), RAW)
+    wanted = [
         call("c1", [1], [2], [3]),
-        child,
-        grandchild,
+        replace(call("c2", [1, 3, 4], [5]), sequence=1, parent=ParentRef("c1", 1)),
+        replace(call("c3", [1, 3, 4, 5], []), sequence=2, parent=ParentRef("c2", 0)),
     ]
-    assert await store.add_call(call("c2", [9]), RAW) == child
+    assert await store.calls("r1", attempt_id="a1") == wanted
+    assert await store.calls("r1", attempt_id="a2") == [
+        replace(call("c4", [1, 3, 4]), attempt_id="a2")
+    ]
+
+
+async def test_a_call_whose_id_is_known_stays_as_it_was(store: Store) -> None:
+    await queue(store, "r1")
+    await store.add_call(call("c1", [1], [2]), RAW)
+    await store.add_call(call("c1", [9], [8]), RawCall(b"{}", b"other"))
+    await store.add_call(call("c2", [1, 2, 3]), RAW)
+    first, second = await store.calls("r1")
+    assert first == call("c1", [1], [2])
+    assert (second.sequence, second.parent) == (1, ParentRef("c1", 0))
+    assert (await store.raw_call("c1")).response == RAW.response
 
 
 async def test_an_undelivered_call_is_not_trainable(store: Store) -> None:
@@ -387,7 +398,8 @@ async def test_deleting_takes_everything_of_the_rollout(store: Store) -> None:
     await queue(store, "r1")
     assert await store.calls("r1") == []
     assert await store.events("r1") == []
-    assert (await store.add_call(call("c3", [1, 2, 3]), RAW)).parent is None
+    await store.add_call(call("c3", [1, 2, 3]), RAW)
+    assert (await store.calls("r1"))[0].parent is None
 
 
 async def test_model_servers_are_swapped_by_owner(store: Store) -> None:
